@@ -1,0 +1,1 @@
+"""Checks of arguments: of their form (arguments.py) and of the values in tensors (values.py)."""

@@ -1,0 +1,86 @@
+"""The mask of high-entropy tokens, over all ranks, and the entropy bonus.
+
+Reference of the mask: Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv 2506.01939).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..config import check_real_option
+from ..distributed.groups import Group, resolve
+from ..distributed.quantile import masked_quantile
+
+
+class EntropyMask(NamedTuple):
+    """Which active tokens keep their policy term."""
+
+    keep: Tensor
+    """bool, one entry a token."""
+    poison: Tensor
+    """0-d: 0, or NaN if an active token's entropy anywhere is NaN, so that the loss shows it."""
+
+
+def entropy_mask(
+    entropies: Tensor, mask: Tensor, quantile: float, group: Group | None
+) -> EntropyMask:
+    """Active tokens whose entropy is at least the (1 - quantile)-quantile of all ranks' active ones.
+
+    Carries no gradient. Ties at the threshold are all kept. A quantile of 1 keeps every active
+    token and communicates nothing.
+    """
+    entropies = entropies.detach()
+    if quantile == 1:
+        return EntropyMask(mask, entropies.new_zeros(()))
+    if entropies.dtype in (torch.bfloat16, torch.float16):
+        entropies = entropies.float()
+    threshold = masked_quantile(entropies, mask, 1 - quantile, group)
+    return EntropyMask(mask & (entropies >= threshold), _nan_or_zero(threshold))
+
+
+def high_entropy_mask(
+    entropies: Tensor, mask: Tensor, quantile: float, group: object = None
+) -> Tensor:
+    """Mask of the active tokens in the top `quantile` share by entropy, over all ranks.
+
+    Args:
+        entropies: any shape, floating point; ignored where `mask` is zero.
+        mask: shape of entropies, bool, int or float; non-zero marks active tokens.
+        quantile: share to keep, in [0, 1]; 1 keeps every active token, 0 those of maximal entropy.
+        group: process group whose ranks share one threshold. None: the default group where
+            torch.distributed is initialised; "local": this process alone.
+
+    Returns:
+        bool tensor of entropies' shape: entropies >= quantile(active entropies, 1 - quantile)
+        (linear interpolation), and active. No token is kept if one active entropy is NaN.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, dtype or value.
+    """
+    for name, tensor in (("entropies", entropies), ("mask", mask)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+    if not entropies.is_floating_point():
+        raise ValueError(f"entropies must have a floating dtype; got {entropies.dtype}")
+    if mask.shape != entropies.shape:
+        raise ValueError(
+            f"mask must have the shape of entropies, {list(entropies.shape)}; "
+            f"got {list(mask.shape)}"
+        )
+    if mask.device != entropies.device:
+        raise ValueError(
+            f"mask must be on the device of entropies, {entropies.device}; got {mask.device}"
+        )
+    check_real_option("top_entropy_quantile", quantile)
+    return entropy_mask(entropies, mask != 0, quantile, resolve(group)).keep
+
+
+def entropy_bonus(entropies: Tensor, keep: EntropyMask) -> Tensor:
+    """Mean entropy, in nats, of the kept tokens; differentiable, 0 where none is kept."""
+    kept = torch.where(keep.keep, entropies, 0).sum() / keep.keep.sum().clamp(min=1)
+    return kept + keep.poison
+
+
+def _nan_or_zero(value: Tensor) -> Tensor:
+    return torch.where(value.isnan(), value, 0)

@@ -1,0 +1,194 @@
+"""The caller's tensors, checked and brought to one form: one clean entry a token.
+
+Values at inactive tokens are selected away here, before anything can exponentiate or multiply
+them: whatever stands there changes nothing.
+"""
+
+from dataclasses import dataclass
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from ..checks.arguments import (
+    check_device,
+    check_floating,
+    check_integer,
+    check_real,
+    check_shape,
+)
+from .sequences import Layout, Packed, Padded, packed_mask
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A batch in its layout. Tensors are [B, T] (padded) or [N] (packed), on one device."""
+
+    layout: Layout
+    caller_shape: tuple[int, ...]
+    """Shape of action_ids as the caller holds it: [B, T], [N] or [1, N]."""
+    action_ids: Tensor
+    mask: Tensor
+    """bool."""
+    advantages: Tensor
+    """0 on inactive tokens, as are the log-probabilities; in the dtype of the objective."""
+    old_logps: Tensor | None
+    ref_logps: Tensor | None
+    sampling_logps: Tensor | None
+    sampling_ratio: Tensor | None
+    """1 on inactive tokens."""
+    sampling_ratio_is_per_token: bool
+    row_temperature: Tensor | None
+    """1 on inactive tokens; None if the call gave no tensor."""
+
+
+def read_tokens(
+    hidden: Tensor,
+    dtype: torch.dtype,
+    *,
+    action_ids: object,
+    attention_mask: object,
+    advantages: object,
+    old_logps: object,
+    ref_logps: object,
+    sampling_logps: object,
+    sampling_ratio: object,
+    temperature: object,
+    cu_seqlens: object,
+) -> Tokens:
+    """Check a call's per-token and per-sequence arguments and bring them to one layout.
+
+    Args are those of FusedLinearRatioKLLoss; `hidden` is checked already and `dtype` is that of
+    the log-probabilities. All results are constants of the loss.
+
+    Raises:
+        TypeError: a required tensor is missing or is no tensor.
+        ValueError: a shape, dtype or device does not fit; the message names the argument.
+    """
+    layout = _layout(hidden, cu_seqlens)
+    read = _Reader(layout, hidden.device, dtype)
+    ids = check_integer("action_ids", action_ids)
+    flat_ids = read.tokens("action_ids", ids)
+    mask = read.tokens("attention_mask", attention_mask) != 0
+    if isinstance(layout, Packed):
+        mask = packed_mask(mask, layout.cu_seqlens)
+    return Tokens(
+        layout=layout,
+        caller_shape=tuple(ids.shape),
+        action_ids=flat_ids,
+        mask=mask,
+        advantages=read.broadcast("advantages", advantages, mask, neutral=0),
+        old_logps=read.logps("old_logps", old_logps, mask),
+        ref_logps=read.logps("ref_logps", ref_logps, mask),
+        sampling_logps=read.logps("sampling_logps", sampling_logps, mask),
+        sampling_ratio=(
+            None
+            if sampling_ratio is None
+            else read.broadcast("sampling_ratio", sampling_ratio, mask, neutral=1)
+        ),
+        sampling_ratio_is_per_token=(
+            isinstance(sampling_ratio, Tensor) and read.is_per_token(sampling_ratio)
+        ),
+        row_temperature=(
+            read.broadcast("temperature", temperature, mask, neutral=1)
+            if isinstance(temperature, Tensor)
+            else None
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads per-token and per-sequence arguments in one layout."""
+
+    layout: Layout
+    device: torch.device
+    dtype: torch.dtype
+
+    def tokens(self, name: str, value: object) -> Tensor:
+        """A per-token argument in the layout's shape, its dtype unchanged."""
+        tensor = check_real(name, value)
+        check_shape(name, tensor, *self._token_shapes())
+        check_device(name, tensor, self.device)
+        return tensor.reshape(self.layout.shape)
+
+    def logps(self, name: str, value: object, mask: Tensor) -> Tensor | None:
+        """Log-probabilities, 0 on inactive tokens."""
+        if value is None:
+            return None
+        tensor = self.tokens(name, check_floating(name, value))
+        return torch.where(mask, tensor.detach().to(self.dtype), 0)
+
+    def broadcast(self, name: str, value: object, mask: Tensor, *, neutral: float) -> Tensor:
+        """A per-token or per-sequence argument at each token, `neutral` on inactive ones."""
+        tensor = check_real(name, value)
+        check_shape(name, tensor, *self._token_shapes(), *self._sequence_shapes())
+        check_device(name, tensor, self.device)
+        values = tensor.detach().to(self.dtype)
+        if self.is_per_token(values):
+            values = values.reshape(self.layout.shape)
+        else:
+            values = self.layout.spread(self.layout.from_caller(values))
+        return torch.where(mask, values, neutral)
+
+    def is_per_token(self, tensor: Tensor) -> bool:
+        """Whether a checked argument has one entry a token.
+
+        Where both readings fit they mean the same ([B, 1] with T = 1), except for a packed 1-D
+        tensor with N = S, which is per token.
+        """
+        return any(tuple(tensor.shape) == shape for shape, _ in self._token_shapes())
+
+    def _token_shapes(self) -> list[tuple[tuple[int, ...], str]]:
+        if isinstance(self.layout, Padded):
+            return [(self.layout.shape, "[B, T]")]
+        tokens = self.layout.shape[0]
+        return [((tokens,), "[N]"), ((1, tokens), "[1, N]")]
+
+    def _sequence_shapes(self) -> list[tuple[tuple[int, ...], str]]:
+        sequences = self.layout.num_sequences
+        return [((sequences,), "[B]"), ((sequences, 1), "[B, 1]")]
+
+
+def _layout(hidden: Tensor, cu_seqlens: object) -> Layout:
+    if cu_seqlens is None:
+        if hidden.dim() != 3:
+            raise ValueError(
+                "hidden must have shape [B, T, H], or [N, H] with cu_seqlens; got "
+                f"{list(hidden.shape)} and cu_seqlens=None"
+            )
+        return Padded((hidden.shape[0], hidden.shape[1]))
+    offsets = check_integer("cu_seqlens", cu_seqlens)
+    check_device("cu_seqlens", offsets, hidden.device)
+    if offsets.dim() != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"cu_seqlens must have shape [S + 1]; got {list(offsets.shape)}")
+    if (hidden.dim() == 3 and hidden.shape[0] != 1) or hidden.dim() > 3:
+        raise ValueError(
+            f"hidden must have shape [N, H] or [1, N, H] with cu_seqlens; got {list(hidden.shape)}"
+        )
+    return Packed((hidden.shape[-2],), offsets.to(torch.int64))
+
+
+def read_items(value: object, device: torch.device) -> Tensor | float | None:
+    """num_items_in_batch as a 0-d tensor, a number, or None.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it is negative, or a tensor with more than one element.
+    """
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"num_items_in_batch must have one element; got shape {list(value.shape)}"
+            )
+        return check_real("num_items_in_batch", value).detach().reshape(()).to(device)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(
+            "num_items_in_batch must be a number, a tensor with one element or None; got "
+            f"{value!r} of type {type(value).__name__}"
+        )
+    if not float(value) >= 0:
+        raise ValueError(f"num_items_in_batch must be >= 0; got {value!r}")
+    return float(value)

@@ -1,0 +1,166 @@
+"""Policy terms, one value a token: elementwise, never reduced, knowing no mask and no vocabulary.
+
+A new variant is one function here, one row in POLICIES, one in PRESETS, its long-hand twin in
+reference.py and a test with numbers worked out by hand.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import RatioKLConfig
+
+
+def clip(
+    ratio: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon_low: float,
+    epsilon_high: float,
+    delta: float | None = None,
+) -> Tensor:
+    """PPO's clipped surrogate: -min(min(r, delta) A, clamp(r, 1 - low, 1 + high) A).
+
+    The gradient passes at the exact bound. delta >= 1 + epsilon_high is the dual clip.
+    Reference: Schulman et al. 2017 (arXiv 1707.06347); delta: INTELLECT-2 (arXiv 2505.07291).
+    """
+    capped = ratio if delta is None else ratio.clamp(max=delta)
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    return -torch.minimum(capped * advantages, clipped * advantages)
+
+
+def cispo(ratio: Tensor, advantages: Tensor, logps: Tensor, *, epsilon_high: float) -> Tensor:
+    """-sg(min(r, epsilon_high)) A logp: the weight is clipped, the gradient never.
+
+    Reference: MiniMax-M1 (arXiv 2506.13585).
+    """
+    return -ratio.detach().clamp(max=epsilon_high) * advantages * logps
+
+
+def sapo(
+    ratio: Tensor, advantages: Tensor, *, temperature_pos: float, temperature_neg: float
+) -> Tensor:
+    """-sigmoid(tau (r - 1)) (4 / tau) A with tau by the sign of A: a soft gate for the clip.
+
+    Reference: Soft Adaptive Policy Optimization (arXiv 2511.20347).
+    """
+    tau = _choose(advantages > 0, temperature_pos, temperature_neg, ratio.dtype)
+    return -torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages
+
+
+def vespo(phi: Tensor, advantages: Tensor, logps: Tensor) -> Tensor:
+    """-phi A logp, phi (vespo_phi) being a constant.
+
+    Reference: Variational Sequence-level Soft Policy Optimization (arXiv 2602.10693).
+    """
+    return -phi * advantages * logps
+
+
+VESPO_LOG_RANGE = (math.log(1e-8), 20.0)
+"""Range of the logarithm of vespo's sequence weight, and of each sampling ratio in it."""
+
+
+def vespo_phi(
+    log_weight: Tensor,
+    advantages: Tensor,
+    *,
+    k_pos: float,
+    lambda_pos: float,
+    k_neg: float,
+    lambda_neg: float,
+) -> Tensor:
+    """exp(lambda + k log w - lambda w), detached; (k, lambda) by the sign of A, nan and inf 0."""
+    lambda_pos, lambda_neg = max(lambda_pos, 1e-4), max(lambda_neg, 1e-4)
+    log_weight = log_weight.detach().clamp(*VESPO_LOG_RANGE)
+    positive = advantages >= 0
+    k = _choose(positive, k_pos, k_neg, log_weight.dtype)
+    rate = _choose(positive, lambda_pos, lambda_neg, log_weight.dtype)
+    phi = torch.exp(rate + k * log_weight - rate * log_weight.exp())
+    return torch.nan_to_num(phi, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _choose(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tensor:
+    """torch.where over two numbers, not rounded to torch's default dtype on the way."""
+    zeros = torch.zeros_like(condition, dtype=dtype)
+    return torch.where(condition, zeros + yes, zeros + no)
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """What a policy term may look at; tensors have one entry a token."""
+
+    ratio: Tensor
+    logps: Tensor
+    advantages: Tensor
+    log_sequence_weight: Tensor
+    """Summed log-ratio of the token's sequence, with the sampling ratio: vespo's log w."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy term and what goes with it."""
+
+    term: Callable[[PolicyTerms, RatioKLConfig], Tensor]
+    bounds: Callable[[RatioKLConfig], tuple[float, float]] = lambda config: (-math.inf, math.inf)
+    """Ratios below the first (A < 0) or above the second (A > 0) count as clipped."""
+    phi: Callable[[PolicyTerms, RatioKLConfig], Tensor] | None = None
+    """A constant weight inside the term that the caller is told of."""
+    folds_in_sampling_ratio: bool = False
+    """The term uses the sampling ratio itself, so it is not multiplied in again."""
+
+
+def _vespo_phi(terms: PolicyTerms, config: RatioKLConfig) -> Tensor:
+    return vespo_phi(
+        terms.log_sequence_weight,
+        terms.advantages,
+        k_pos=config.vespo_k_pos,
+        lambda_pos=config.vespo_lambda_pos,
+        k_neg=config.vespo_k_neg,
+        lambda_neg=config.vespo_lambda_neg,
+    )
+
+
+POLICIES = {
+    "clip": Policy(
+        term=lambda t, c: clip(
+            t.ratio,
+            t.advantages,
+            epsilon_low=c.epsilon_low,
+            epsilon_high=c.upper_epsilon,
+            delta=c.delta,
+        ),
+        bounds=lambda c: (1 - c.epsilon_low, 1 + c.upper_epsilon),
+    ),
+    "cispo": Policy(
+        term=lambda t, c: cispo(t.ratio, t.advantages, t.logps, epsilon_high=c.upper_epsilon),
+        bounds=lambda c: (-math.inf, c.upper_epsilon),
+    ),
+    "sapo": Policy(
+        term=lambda t, c: sapo(
+            t.ratio,
+            t.advantages,
+            temperature_pos=c.sapo_temperature_pos,
+            temperature_neg=c.sapo_temperature_neg,
+        ),
+    ),
+    "vespo": Policy(
+        term=lambda t, c: vespo(_vespo_phi(t, c), t.advantages, t.logps),
+        phi=_vespo_phi,
+        folds_in_sampling_ratio=True,
+    ),
+}
+
+PRESETS = {
+    "grpo": ("clip", "sequence_mean"),
+    "bnpo": ("clip", "token_mean"),
+    "dr_grpo": ("clip", "constant_length"),
+    "dapo": ("clip", "global_token_mean"),
+    "cispo": ("cispo", "global_token_mean"),
+    "sapo": ("sapo", "sequence_mean"),
+    "vespo": ("vespo", "global_token_mean"),
+    "luspo": ("clip", "sequence_sum"),
+}
+"""loss_type -> (policy term, reduction)."""

@@ -1,0 +1,190 @@
+"""The surrogate loss between the passes: from logps and entropies to a loss and its metrics.
+
+Plain torch on per-token tensors, with no data-dependent shape. Its gradients with respect to
+logps and entropies are all that pass 2 needs to know of it.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..config import RatioKLConfig
+from ..distributed.groups import Group, sum_over, world_size
+from .entropy import EntropyMask, entropy_bonus, entropy_mask
+from .inputs import Tokens
+from .kl import KL_ESTIMATORS
+from .metrics import Metrics, Shown, metrics_of
+from .policy import POLICIES, PRESETS, VESPO_LOG_RANGE, Policy, PolicyTerms
+from .ratio import LEVELS, bounded_exp, masked_difference
+from .reduction import REDUCTIONS, SPANS_THE_STEP, Counts
+
+
+class LossOutput(NamedTuple):
+    """Result of a call. Per-token tensors are detached, of action_ids' shape, float32 (float64
+    for float64 inputs), and neutral on inactive tokens."""
+
+    loss: Tensor
+    """0-d, differentiable in hidden, weight and bias."""
+    metrics: Metrics
+    logps: Tensor
+    """log-probability of each action; 0 on inactive tokens. Reusable as old_logps."""
+    entropies: Tensor
+    """Entropy in nats; 0 on inactive tokens."""
+    ratio: Tensor
+    """Importance ratio; 1 on inactive tokens."""
+    kl: Tensor
+    """KL to the reference, after the bias correction; 0 on inactive tokens and for beta = 0."""
+    low_clipped: Tensor
+    """bool: ratio below the lower bound and A < 0."""
+    high_clipped: Tensor
+    """bool: ratio above the upper bound and A > 0."""
+    phi: Tensor | None
+    """vespo's weight, 1 on inactive tokens; None for every other loss type."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a call says about the optimizer step that it is part of."""
+
+    num_items: Tensor | float | None
+    """num_items_in_batch."""
+    accumulation_steps: int
+    entropy_coef: float | Tensor
+    group: Group | None
+    """Ranks over which the entropy quantile and the normaliser run."""
+
+
+def surrogate_loss(
+    logps: Tensor, entropies: Tensor, tokens: Tokens, config: RatioKLConfig, step: Step
+) -> LossOutput:
+    """The loss of `config` from log-probabilities and entropies in the layout of `tokens`."""
+    mask, layout = tokens.mask, tokens.layout
+    active = layout.spread(layout.sum(mask.to(logps.dtype)).clamp(min=1))
+    policy_name, reduction_name = PRESETS[config.loss_type]
+    policy = POLICIES[policy_name]
+    old_logps = logps.detach() if tokens.old_logps is None else tokens.old_logps
+    log_ratio = masked_difference(logps, old_logps, mask)
+    log_weight = LEVELS[config.importance_sampling_level](log_ratio, logps, active, layout)
+    terms = PolicyTerms(
+        ratio=torch.where(mask, bounded_exp(log_weight, config.log_ratio_limit), 1),
+        logps=logps,
+        advantages=tokens.advantages,
+        log_sequence_weight=_log_sequence_weight(log_ratio, tokens),
+    )
+    kept = entropy_mask(entropies, mask, config.top_entropy_quantile, step.group)
+    term = _masked_term(policy, terms, kept, active, tokens, config)
+    kl = _kl(terms, tokens, config)
+    if config.beta != 0:
+        term = term + config.beta * kl
+
+    counts = _counts(active, tokens, step)
+    weight = REDUCTIONS[reduction_name](counts, config)
+    if reduction_name not in SPANS_THE_STEP or step.num_items is None:
+        weight = weight / step.accumulation_steps
+    policy_loss = (torch.where(mask, term, 0) * weight).sum()
+    loss = policy_loss
+    if isinstance(step.entropy_coef, Tensor) or step.entropy_coef != 0:
+        bonus = entropy_bonus(entropies, kept) / step.accumulation_steps
+        loss = policy_loss - step.entropy_coef * bonus
+
+    low, high = _clipped(policy, terms, mask, config)
+    shown = Shown(entropies, terms.ratio, kl, low, high, kept.keep)
+    phi = None if policy.phi is None else torch.where(mask, policy.phi(terms, config), 1)
+    shape = tokens.caller_shape
+    return LossOutput(
+        loss=loss,
+        metrics=metrics_of(policy_loss, shown, tokens, config.importance_sampling_level),
+        logps=logps.detach().reshape(shape),
+        entropies=entropies.detach().reshape(shape),
+        ratio=terms.ratio.detach().reshape(shape),
+        kl=kl.detach().reshape(shape),
+        low_clipped=low.reshape(shape),
+        high_clipped=high.reshape(shape),
+        phi=None if phi is None else phi.reshape(shape),
+    )
+
+
+def _log_sequence_weight(log_ratio: Tensor, tokens: Tokens) -> Tensor:
+    """vespo's log w before its clamp: the sequence's summed log-ratio and log sampling ratio."""
+    layout = tokens.layout
+    total = layout.sum(log_ratio.detach().clamp(-20, 20))
+    log_sequence = layout.spread(total)
+    if tokens.sampling_ratio is None:
+        return log_sequence
+    log_sampling = tokens.sampling_ratio.log().clamp(*VESPO_LOG_RANGE)
+    if tokens.sampling_ratio_is_per_token:
+        # 1 stands on inactive tokens, whose logarithm adds nothing.
+        log_sampling = layout.spread(layout.sum(log_sampling))
+    return log_sequence + log_sampling
+
+
+def _masked_term(
+    policy: Policy,
+    terms: PolicyTerms,
+    kept: EntropyMask,
+    active: Tensor,
+    tokens: Tokens,
+    config: RatioKLConfig,
+) -> Tensor:
+    """The policy term after the off-policy mask, the entropy mask and the sampling ratio."""
+    term = policy.term(terms, config)
+    if config.off_policy_mask_threshold is not None:
+        drift = _off_policy_drift(terms.logps, active, tokens)
+        keep = (tokens.advantages >= 0) | (drift <= config.off_policy_mask_threshold)
+        term = torch.where(keep, term, 0)
+    if config.top_entropy_quantile != 1:
+        term = torch.where(kept.keep, term, 0) + kept.poison
+    if tokens.sampling_ratio is not None and not policy.folds_in_sampling_ratio:
+        term = term * tokens.sampling_ratio
+    return term
+
+
+def _off_policy_drift(logps: Tensor, active: Tensor, tokens: Tokens) -> Tensor:
+    """Mean of (behaviour - policy) log-probability of each sequence, at its tokens.
+
+    A NaN behaviour log-probability is no evidence and counts 0.
+    """
+    behaviour = tokens.old_logps if tokens.sampling_logps is None else tokens.sampling_logps
+    if behaviour is None:
+        return torch.zeros_like(logps)
+    known = tokens.mask & ~behaviour.isnan()
+    drift = masked_difference(behaviour, logps.detach(), known)
+    return tokens.layout.spread(tokens.layout.sum(drift)) / active
+
+
+def _kl(terms: PolicyTerms, tokens: Tokens, config: RatioKLConfig) -> Tensor:
+    """KL to the reference at each token; zeros where beta is 0 and no reference is scored."""
+    if config.beta == 0 or tokens.ref_logps is None:
+        return torch.zeros_like(terms.ratio)
+    delta = masked_difference(tokens.ref_logps, terms.logps, tokens.mask)
+    kl = KL_ESTIMATORS[config.kl_estimator](delta, config.log_ratio_limit)
+    return kl * terms.ratio if config.use_bias_correction_kl else kl
+
+
+def _counts(active: Tensor, tokens: Tokens, step: Step) -> Counts:
+    own = tokens.mask.sum()
+    items = sum_over(own, step.group) if step.num_items is None else step.num_items
+    if isinstance(items, Tensor):
+        # An integer count would divide in torch's default dtype.
+        items = items.to(active.dtype)
+    return Counts(
+        layout=tokens.layout,
+        tokens_of_sequence=active,
+        tokens=own.to(active.dtype),
+        items=items,
+        ranks=world_size(step.group),
+    )
+
+
+def _clipped(
+    policy: Policy, terms: PolicyTerms, mask: Tensor, config: RatioKLConfig
+) -> tuple[Tensor, Tensor]:
+    """Which active tokens lie beyond the lower and the upper bound, before the delta cap."""
+    low, high = policy.bounds(config)
+    ratio, advantages = terms.ratio.detach(), terms.advantages
+    return (
+        mask & (ratio < low) & (advantages < 0),
+        mask & (ratio > high) & (advantages > 0),
+    )

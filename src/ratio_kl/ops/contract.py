@@ -1,0 +1,105 @@
+"""What the operators and their backends say to each other. No computation here.
+
+A backend is two functions over flat rows (N tokens), each with the signature below:
+
+    forward(head, action_ids, mask, *, with_entropy) -> Scores
+    backward(head, saved, grad_logps, grad_entropies, *, needs) -> Gradients
+
+The modified logits of row n are, in this order,
+
+    x = hidden @ weight.T + bias;  x = x * logit_scale;  x = softcap * tanh(x / softcap)
+    z = x * inverse_temperature                        columns >= vocab_size left out
+
+An absent modifier is None, and None costs nothing: kernel flags follow from it.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DEFAULT_CHUNK_BYTES = 256 * 1024 * 1024
+"""Budget of all temporaries of a pass together, in bytes."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """An lm_head applied to N rows of hidden states, and how to compute it."""
+
+    hidden: Tensor
+    """[N, H], any floating dtype, any strides."""
+    weight: Tensor
+    """[V, H], any floating dtype, any strides."""
+    bias: Tensor | None
+    """[V] or None."""
+    inverse_temperature: Tensor | None
+    """0-d or [N], in the logits' dtype; None means 1."""
+    logit_scale: Tensor | None
+    """0-d, in the logits' dtype; None means 1."""
+    softcap: Tensor | None
+    """0-d, in the logits' dtype; None means off."""
+    vocab_size: int
+    """Columns >= vocab_size are left out; at most V."""
+    compute_dtype: torch.dtype
+    """dtype to which hidden and weight are converted before they are multiplied."""
+    chunk_bytes: int
+    """Budget of all temporaries together; honoured down to one tile."""
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """float64 for float64 computation, else float32: logits are never rounded below it."""
+        return torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+
+
+class Scores(NamedTuple):
+    """Result of pass 1, every field [N] in the logits' dtype and exactly 0 on inactive rows."""
+
+    logps: Tensor
+    """min(0, (z[id] - max) - log_sum); NaN where an active row's id is out of range."""
+    entropies: Tensor
+    """-sum p log p >= 0; size 0 if not asked for."""
+    max: Tensor
+    """max(z). Kept apart from log_sum: one lse loses digits when all logits share an offset."""
+    log_sum: Tensor
+    """log(sum(exp(z - max)))."""
+    bad_ids: Tensor
+    """0-d int64: number of active rows whose id is outside [0, vocab_size). A backend on the CPU
+    raises instead."""
+
+
+class Saved(NamedTuple):
+    """What pass 2 needs of pass 1, beside the inputs."""
+
+    action_ids: Tensor
+    """[N] int."""
+    logps: Tensor
+    max: Tensor
+    log_sum: Tensor
+    entropies: Tensor
+    """[N] each, as Scores; entropies of size 0 if not asked for."""
+    bad_ids: Tensor
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for; what is not asked for costs nothing."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Gradients(NamedTuple):
+    """Result of pass 2: each in its leaf's shape and dtype, None where not asked for."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def out_of_range_error(vocab_size: int, count: int) -> ValueError:
+    """The error for ids of active tokens that name no column of the vocabulary."""
+    return ValueError(
+        f"action_ids must lie in [0, {vocab_size}) on active tokens; "
+        f"got {count} active token(s) with an id outside that range"
+    )

@@ -1,0 +1,188 @@
+"""Pass 1 and pass 2 as custom operators, so that torch.compile sees one node each way.
+
+Arguments are flat, because an operator takes no dataclass; floats travel as tensors, because a
+Python float would recompile for each value. `head_of` puts them back together for a backend.
+"""
+
+import importlib.util
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..checks.values import check_count
+from .contract import Head, Needs, Saved, out_of_range_error
+
+BACKENDS = ("torch", "triton")
+
+
+def _backend(requested: str, device: torch.device, compute_dtype: torch.dtype) -> ModuleType:
+    """The backend's module; "" picks Triton where it can run. Triton is imported here at first use.
+
+    Raises:
+        ValueError: the requested backend cannot run here; nothing falls back silently.
+    """
+    if requested != "torch" and not (requested == "" and device.type == "cpu"):
+        reason = _triton_unavailable(device, compute_dtype)
+        if reason is None:
+            return importlib.import_module(".triton_backend", __package__)
+        if requested == "triton":
+            raise ValueError(f"backend='triton' cannot run here: {reason}")
+    return importlib.import_module(".torch_backend", __package__)
+
+
+def _triton_unavailable(device: torch.device, compute_dtype: torch.dtype) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    backend = importlib.import_module(".triton_backend", __package__)
+    return backend.unavailable_reason(device, compute_dtype)
+
+
+def _check_temperature(inverse: Tensor | None, mask: Tensor | None, at_once: bool) -> None:
+    """A number was checked before it became a tensor; the caller's tensor is checked here."""
+    if inverse is None:
+        return
+    bad = ~((inverse > 0) & (inverse < torch.inf))
+    if mask is not None:
+        bad = bad & mask
+    check_count(bad.sum(), _temperature_error, at_once=at_once)
+
+
+def _temperature_error(count: int) -> ValueError:
+    return ValueError(
+        f"temperature must be > 0 and finite on active tokens; got {count} value(s) that are not"
+    )
+
+
+@torch.library.custom_op("ratio_kl::linear_logprob", mutates_args=())
+def linear_logprob_op(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    action_ids: Tensor,
+    mask: Tensor | None,
+    inverse_temperature: Tensor | None,
+    logit_scale: Tensor | None,
+    softcap: Tensor | None,
+    vocab_size: int,
+    compute_dtype: torch.dtype,
+    with_entropy: bool,
+    backend: str,
+    chunk_bytes: int,
+    eager_checks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Pass 1 on flat rows: logps, entropies, max, log_sum, bad_ids (contract.Scores)."""
+    head = Head(
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        inverse_temperature=inverse_temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        vocab_size=vocab_size,
+        compute_dtype=compute_dtype,
+        chunk_bytes=chunk_bytes,
+    )
+    _check_temperature(inverse_temperature, mask, eager_checks)
+    module = _backend(backend, hidden.device, compute_dtype)
+    scores = module.forward(head, action_ids, mask, with_entropy=with_entropy)
+    check_count(scores.bad_ids, partial(out_of_range_error, vocab_size), at_once=eager_checks)
+    return tuple(scores)
+
+
+@linear_logprob_op.register_fake
+def _(hidden, weight, bias, action_ids, mask, inverse_temperature, logit_scale, softcap,
+      vocab_size, compute_dtype, with_entropy, backend, chunk_bytes, eager_checks):  # fmt: skip
+    dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
+    rows = hidden.shape[0]
+    logps, peak, log_sum = (hidden.new_empty(rows, dtype=dtype) for _ in range(3))
+    entropies = hidden.new_empty(rows if with_entropy else 0, dtype=dtype)
+    return logps, entropies, peak, log_sum, hidden.new_empty((), dtype=torch.int64)
+
+
+@torch.library.custom_op("ratio_kl::linear_logprob_backward", mutates_args=())
+def linear_logprob_backward_op(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    action_ids: Tensor,
+    inverse_temperature: Tensor | None,
+    logit_scale: Tensor | None,
+    softcap: Tensor | None,
+    logps: Tensor,
+    entropies: Tensor,
+    peak: Tensor,
+    log_sum: Tensor,
+    bad_ids: Tensor,
+    grad_logps: Tensor | None,
+    grad_entropies: Tensor | None,
+    vocab_size: int,
+    compute_dtype: torch.dtype,
+    backend: str,
+    chunk_bytes: int,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> list[Tensor]:
+    """Pass 2 on flat rows: gradients of hidden, weight and bias, of size 0 where not needed."""
+    head = Head(
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        inverse_temperature=inverse_temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        vocab_size=vocab_size,
+        compute_dtype=compute_dtype,
+        chunk_bytes=chunk_bytes,
+    )
+    saved = Saved(action_ids, logps, peak, log_sum, entropies, bad_ids)
+    needs = Needs(need_hidden, need_weight, need_bias)
+    module = _backend(backend, hidden.device, compute_dtype)
+    gradients = module.backward(head, saved, grad_logps, grad_entropies, needs=needs)
+    return [hidden.new_empty(0) if gradient is None else gradient for gradient in gradients]
+
+
+@linear_logprob_backward_op.register_fake
+def _(hidden, weight, bias, action_ids, inverse_temperature, logit_scale, softcap, logps,
+      entropies, peak, log_sum, bad_ids, grad_logps, grad_entropies, vocab_size, compute_dtype,
+      backend, chunk_bytes, need_hidden, need_weight, need_bias):  # fmt: skip
+    leaves = ((hidden, need_hidden), (weight, need_weight), (bias, need_bias))
+    return [leaf.new_empty(leaf.shape) if need else hidden.new_empty(0) for leaf, need in leaves]
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    (hidden, weight, bias, action_ids, _mask, inverse_temperature, logit_scale, softcap,
+     vocab_size, compute_dtype, _with_entropy, backend, chunk_bytes, _eager) = inputs  # fmt: skip
+    logps, entropies, peak, log_sum, bad_ids = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(peak, log_sum, bad_ids)
+    ctx.save_for_backward(
+        hidden, weight, bias, action_ids, inverse_temperature, logit_scale, softcap,
+        logps, entropies, peak, log_sum, bad_ids,
+    )  # fmt: skip
+    ctx.knobs = (vocab_size, compute_dtype, backend, chunk_bytes)
+
+
+def _backward(ctx, grad_logps, grad_entropies, *_):
+    needs = ctx.needs_input_grad[:3]
+    if (grad_logps is None and grad_entropies is None) or not any(needs):
+        return (None,) * 14
+    gradients = linear_logprob_backward_op(
+        *ctx.saved_tensors, grad_logps, grad_entropies, *ctx.knobs, *needs
+    )
+    return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 11
+
+
+def _refuse_double_backward(ctx, *_):
+    raise RuntimeError(
+        "ratio_kl has no double backward: the gradient of hidden, weight and bias cannot be "
+        "differentiated again. Use create_graph=False, or full logits for second derivatives"
+    )
+
+
+linear_logprob_op.register_autograd(_backward, setup_context=_save_for_backward)
+linear_logprob_backward_op.register_autograd(
+    _refuse_double_backward, setup_context=lambda ctx, inputs, output: None
+)
