@@ -201,7 +201,7 @@ def check_real_option(name: str, value: object) -> None:
 
 
 def check_positive_int(name: str, value: object) -> None:
-    """Raise unless `value` is an int >= 1: TypeError for another type, ValueError for another int."""
+    """TypeError unless `value` is an int, ValueError unless it is at least 1."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise _wrong_type(name, value, "an int > 0")
     if value < 1:

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from .checks.values import raise_pending
 from .config import RatioKLConfig
-from .objective.loss import Call, linear_policy_loss
+from .objective.loss import Call, Runtime, linear_policy_loss
 from .objective.surrogate import LossOutput
 from .ops.contract import DEFAULT_CHUNK_BYTES
-from .ops.linear_logprob import Execution
+from .ops.passes import Execution
 
 
 class FusedLinearRatioKLLoss(nn.Module):
@@ -26,6 +26,9 @@ class FusedLinearRatioKLLoss(nn.Module):
         backend: "torch", "triton", or None for the fastest that can run here. A named backend
             never falls back.
         chunk_bytes: budget of all temporaries of a pass together, in bytes; default 256 MiB.
+        grads: "backward" runs pass 2 in backward; "forward" runs both passes in forward, so that
+            nothing reads hidden or weight afterwards (ZeRO-3 gathers the weight around forward
+            only), and cannot be compiled.
         validate: "eager" raises for bad values on an accelerator at once, for one
             synchronisation; None raises at the host's next read (this call's backward, a later
             call, `check`). On the CPU both raise at once.
@@ -46,14 +49,18 @@ class FusedLinearRatioKLLoss(nn.Module):
         *,
         backend: Literal["torch", "triton"] | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        grads: Literal["backward", "forward"] = "backward",
         validate: Literal["eager"] | None = None,
         process_group: object = None,
         **options: object,
     ) -> None:
         super().__init__()
         self.config = _config(config, options)
-        self.execution = Execution(backend=backend, chunk_bytes=chunk_bytes, validate=validate)
-        self.process_group = process_group
+        self.runtime = Runtime(
+            execution=Execution(backend=backend, chunk_bytes=chunk_bytes, validate=validate),
+            grads=grads,
+            process_group=process_group,
+        )
 
     def forward(
         self,
@@ -140,7 +147,7 @@ class FusedLinearRatioKLLoss(nn.Module):
             entropy_coef=entropy_coef,
             cu_seqlens=cu_seqlens,
         )
-        return linear_policy_loss(call, self.config, self.execution, self.process_group)
+        return linear_policy_loss(call, self.config, self.runtime)
 
     @staticmethod
     def check() -> None:

@@ -50,10 +50,10 @@ def check_shape(name: str, tensor: Tensor, *expected: tuple[tuple[int, ...], str
         raise ValueError(f"{name} must have shape {words}; got {list(tensor.shape)}")
 
 
-def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    """ValueError unless the tensor lies on hidden's device."""
+def check_device(name: str, tensor: Tensor, device: torch.device, *, owner: str = "hidden") -> None:
+    """ValueError unless the tensor lies on `device`, that of the argument `owner`."""
     if tensor.device != device:
-        raise ValueError(f"{name} must be on hidden's device, {device}; got {tensor.device}")
+        raise ValueError(f"{name} must be on {owner}'s device, {device}; got {tensor.device}")
 
 
 def check_head(

@@ -25,7 +25,7 @@ class EntropyMask(NamedTuple):
 def entropy_mask(
     entropies: Tensor, mask: Tensor, quantile: float, group: Group | None
 ) -> EntropyMask:
-    """Active tokens whose entropy is at least the (1 - quantile)-quantile of all ranks' active ones.
+    """Active tokens with entropy at least the (1 - quantile)-quantile of all ranks' active ones.
 
     Carries no gradient. Ties at the threshold are all kept. A quantile of 1 keeps every active
     token and communicates nothing.

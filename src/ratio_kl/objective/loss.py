@@ -1,7 +1,7 @@
 """The whole loss: pass 1, then the surrogate on per-token tensors; autograd runs pass 2."""
 
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,8 +9,9 @@ from torch import Tensor
 from ..checks.arguments import check_head, check_shape
 from ..config import RatioKLConfig, check_positive_int, check_real_option
 from ..distributed.groups import resolve
-from ..ops.linear_logprob import Execution, LogitModifiers, logits_dtype_of, score
+from ..ops.passes import Execution, HeadRows, LogitModifiers, logits_dtype_of, pass_one
 from .inputs import Tokens, read_items, read_tokens
+from .stash import loss_with_stashed_gradients
 from .surrogate import LossOutput, Step, surrogate_loss
 
 
@@ -37,9 +38,20 @@ class Call(NamedTuple):
     cu_seqlens: Tensor | None
 
 
-def linear_policy_loss(
-    call: Call, config: RatioKLConfig, execution: Execution, process_group: object
-) -> LossOutput:
+@dataclass(frozen=True)
+class Runtime:
+    """How and where a call is computed: nothing here changes a result beyond rounding."""
+
+    execution: Execution
+    grads: Literal["backward", "forward"]
+    process_group: object
+
+    def __post_init__(self) -> None:
+        if self.grads not in ("backward", "forward"):
+            raise ValueError(f"grads must be 'backward' or 'forward'; got {self.grads!r}")
+
+
+def linear_policy_loss(call: Call, config: RatioKLConfig, runtime: Runtime) -> LossOutput:
     """Loss, metrics and per-token outputs of a call; everything is checked before it is used."""
     hidden, weight, bias = check_head(call.hidden, call.weight, call.bias)
     tokens = read_tokens(
@@ -55,39 +67,35 @@ def linear_policy_loss(
         temperature=call.temperature,
         cu_seqlens=call.cu_seqlens,
     )
-    reference = _reference_head(call, weight, bias, config)
-    step = _step(call, config, process_group)
-    modifiers = _modifiers(call, tokens, config)
-    if reference is not None:
+    step = _step(call, config, runtime.process_group)
+    rows = HeadRows(
+        hidden=hidden.reshape(-1, hidden.shape[-1]),
+        weight=weight,
+        bias=bias,
+        action_ids=tokens.action_ids.reshape(-1),
+        mask=tokens.mask.reshape(-1),
+        modifiers=_modifiers(call, tokens, config),
+        execution=runtime.execution,
+    )
+    if (reference := _reference_rows(call, rows, config)) is not None:
+        with torch.no_grad():
+            ref_logps = pass_one(reference, with_entropy=False).logps
         tokens = replace(
-            tokens, ref_logps=_score_reference(reference, tokens, modifiers, execution)
+            tokens, ref_logps=ref_logps.to(tokens.advantages.dtype).reshape(tokens.layout.shape)
         )
-    scores = score(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        bias,
-        tokens.action_ids.reshape(-1),
-        tokens.mask.reshape(-1),
-        modifiers,
-        execution,
-        with_entropy=True,
-    )
-    shape = tokens.layout.shape
-    return surrogate_loss(
-        scores.logps.reshape(shape), scores.entropies.reshape(shape), tokens, config, step
-    )
+
+    def surrogate(logps: Tensor, entropies: Tensor) -> LossOutput:
+        shape = tokens.layout.shape
+        return surrogate_loss(logps.reshape(shape), entropies.reshape(shape), tokens, config, step)
+
+    if runtime.grads == "forward" and torch.is_grad_enabled():
+        return loss_with_stashed_gradients(rows, surrogate)
+    scores = pass_one(rows, with_entropy=True)
+    return surrogate(scores.logps, scores.entropies)
 
 
-class _Head(NamedTuple):
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-
-def _reference_head(
-    call: Call, weight: Tensor, bias: Tensor | None, config: RatioKLConfig
-) -> _Head | None:
-    """The head to score the reference with, or None where its logps came or are not needed."""
+def _reference_rows(call: Call, rows: HeadRows, config: RatioKLConfig) -> HeadRows | None:
+    """The rows to score the reference on, or None where its logps came or are not needed."""
     given = call.ref_logps is not None, call.ref_hidden is not None
     if all(given):
         raise ValueError("the reference came twice: pass either ref_logps or ref_hidden, not both")
@@ -100,33 +108,16 @@ def _reference_head(
         )
     if call.ref_hidden is None:
         return None
-    own_weight = call.ref_weight is None
-    ref_bias = bias if own_weight and call.ref_bias is None else call.ref_bias
-    head = _Head(
-        *check_head(
-            call.ref_hidden, weight if own_weight else call.ref_weight, ref_bias, prefix="ref_"
-        )
+    own = call.ref_weight is None
+    hidden, weight, bias = check_head(
+        call.ref_hidden,
+        call.weight if own else call.ref_weight,
+        call.bias if own and call.ref_bias is None else call.ref_bias,
+        prefix="ref_",
     )
     outer = tuple(call.hidden.shape[:-1])
-    check_shape("ref_hidden", head.hidden[..., 0], (outer, "hidden.shape[:-1]"))
-    return head
-
-
-def _score_reference(
-    head: _Head, tokens: Tokens, modifiers: LogitModifiers, execution: Execution
-) -> Tensor:
-    with torch.no_grad():
-        scores = score(
-            head.hidden.reshape(-1, head.hidden.shape[-1]),
-            head.weight,
-            head.bias,
-            tokens.action_ids.reshape(-1),
-            tokens.mask.reshape(-1),
-            modifiers,
-            execution,
-            with_entropy=False,
-        )
-    return scores.logps.to(tokens.advantages.dtype).reshape(tokens.layout.shape)
+    check_shape("ref_hidden", hidden[..., 0], (outer, "hidden.shape[:-1]"))
+    return replace(rows, hidden=hidden.reshape(-1, hidden.shape[-1]), weight=weight, bias=bias)
 
 
 def _modifiers(call: Call, tokens: Tokens, config: RatioKLConfig) -> LogitModifiers:

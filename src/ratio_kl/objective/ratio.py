@@ -1,8 +1,24 @@
-"""Importance ratios of the three levels."""
+"""Importance ratios: the three levels of the loss, and the ratio and KL penalty as operators."""
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ..checks.arguments import (
+    check_device,
+    check_floating,
+    check_head,
+    check_integer,
+    check_real,
+    check_shape,
+)
+from ..config import check_real_option
+from ..ops.backends import check_backend
+from ..ops.contract import DEFAULT_CHUNK_BYTES
+from ..ops.linear_logprob import linear_logprob
+from ..ops.logits_logprob import logits_ratio_kl_op
+from .kl import k3
 from .sequences import Layout
 
 
@@ -34,10 +50,163 @@ LEVELS = {
     "sequence": sequence_level,
     "sequence_token": sequence_token_level,
 }
-"""level -> function (log_ratio, logps, active, layout) -> log weight, one entry a token; `active` is
-the number of active tokens of each token's sequence, at least 1."""
+"""level -> function (log_ratio, logps, active, layout) -> log weight, one entry a token, where
+`active` is the number of active tokens of each token's sequence, at least 1."""
 
 
 def bounded_exp(log_weight: Tensor, limit: float | None) -> Tensor:
     """exp, of the input clamped to +-limit: finite, with gradient 0 beyond."""
     return (log_weight if limit is None else log_weight.clamp(-limit, limit)).exp()
+
+
+def linear_ratio_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    action_ids: Tensor,
+    attention_mask: Tensor,
+    old_logps: Tensor,
+    *,
+    ref_logps: Tensor | None = None,
+    ref_hidden: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    log_ratio_limit: float | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    validate: Literal["eager"] | None = None,
+    backend: Literal["torch", "triton"] | None = None,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """Importance ratio and KL penalty of each token from hidden states, without logits.
+
+        policy_ratio = exp(logp - old_logps)
+        kl_penalty = exp(d) - d - 1,  d = ref_logp - logp        (the k3 estimator)
+
+    `ratio_kl` for callers who hold hidden states: differentiable in hidden, weight and bias, and
+    an inactive token gives ratio 1 and KL 0 whatever stands there.
+
+    Args:
+        hidden, weight, action_ids, attention_mask, bias, temperature, logit_scale, softcap,
+            vocab_size, validate, backend, chunk_bytes: as in linear_logprob.
+        old_logps: like action_ids, log-probabilities under the behaviour policy.
+        ref_logps: like action_ids, log-probabilities under the reference; or instead of them
+        ref_hidden: like hidden, [..., H'], scored without gradient with
+        ref_weight, ref_bias: [V', H'] and [V']; left out they are weight and bias, detached.
+        log_ratio_limit: clamp both log-ratios to +-this before exp; None: exp may overflow.
+
+    Returns:
+        (policy_ratio, kl_penalty), float32 (float64 for float64 inputs), shape of action_ids.
+
+    Raises:
+        ValueError, TypeError: as linear_logprob; the reference came twice or not at all.
+    """
+    if log_ratio_limit is not None:
+        check_real_option("log_ratio_limit", log_ratio_limit)
+    if (ref_logps is None) == (ref_hidden is None):
+        raise ValueError(
+            "the reference must come once: pass either ref_logps or ref_hidden; got "
+            + ("neither" if ref_logps is None else "both")
+        )
+    check_head(hidden, weight, bias)
+    per_row = [("attention_mask", check_real("attention_mask", attention_mask))]
+    per_row += [("old_logps", check_floating("old_logps", old_logps))]
+    if ref_logps is not None:
+        per_row += [("ref_logps", check_floating("ref_logps", ref_logps))]
+    for name, tensor in per_row:
+        check_shape(name, tensor, (tuple(hidden.shape[:-1]), "hidden.shape[:-1]"))
+        check_device(name, tensor, hidden.device)
+
+    def score(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return linear_logprob(
+            hidden,
+            weight,
+            action_ids,
+            attention_mask,
+            bias=bias,
+            temperature=temperature,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            vocab_size=vocab_size,
+            validate=validate,
+            backend=backend,
+            chunk_bytes=chunk_bytes,
+        ).logps
+
+    if ref_hidden is not None:
+        own = ref_weight is None
+        head = check_head(
+            ref_hidden,
+            weight if own else ref_weight,
+            bias if own and ref_bias is None else ref_bias,
+            prefix="ref_",
+        )
+        with torch.no_grad():
+            ref_logps = score(*head)
+    assert ref_logps is not None
+    logps = score(hidden, weight, bias)
+    mask = attention_mask != 0
+    log_ratio = masked_difference(logps, old_logps.detach().to(logps.dtype), mask)
+    delta = masked_difference(ref_logps.detach().to(logps.dtype), logps, mask)
+    return bounded_exp(log_ratio, log_ratio_limit), k3(delta, log_ratio_limit)
+
+
+def ratio_kl(
+    policy_logits: Tensor,
+    ref_logits: Tensor,
+    action_ids: Tensor,
+    attention_mask: Tensor,
+    old_logps: Tensor,
+    *,
+    backend: Literal["torch", "triton"] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Importance ratio and KL penalty of each token from logits, without a copy of them.
+
+        policy_ratio = exp(logp - old_logps)
+        kl_penalty = exp(d) - d - 1,  d = ref_logp - logp        (the k3 estimator)
+
+    Differentiable in policy_logits; ref_logits, old_logps are constants. One read of the logits
+    forward; backward writes their gradient and nothing else of that size. Inactive rows are never
+    read: NaN, inf or any id there gives ratio 1, KL 0 and a gradient of exactly 0. On active rows
+    invalid logits stay visible. Nothing is clamped: exp may overflow.
+
+    Args:
+        policy_logits: [B, T, V] or [N, V], floating point, any strides.
+        ref_logits: like policy_logits, any floating dtype.
+        action_ids: [B, T] or [N], int; in [0, V) on active tokens.
+        attention_mask: like action_ids; bool, int or float, non-zero marks active tokens.
+        old_logps: like action_ids, log-probabilities under the behaviour policy.
+        backend: "torch", "triton", or None for the fastest that can run here.
+
+    Returns:
+        (policy_ratio, kl_penalty), float32 (float64 for float64 logits), shape of action_ids.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit; an id of an active token is out of range
+            (at once on the CPU, at the host's next read on an accelerator).
+        TypeError: an argument is no tensor.
+
+    Reference: the operator of this name in RL-Kernel.
+    """
+    check_backend(backend)
+    policy = check_floating("policy_logits", policy_logits)
+    reference = check_floating("ref_logits", ref_logits)
+    if policy.dim() < 2 or policy.shape[-1] == 0:
+        raise ValueError(
+            f"policy_logits must have shape [B, T, V] with V > 0; got {list(policy.shape)}"
+        )
+    check_shape("ref_logits", reference, (tuple(policy.shape), "policy_logits.shape"))
+    ids = check_integer("action_ids", action_ids)
+    mask = check_real("attention_mask", attention_mask)
+    old = check_floating("old_logps", old_logps)
+    per_row = (("action_ids", ids), ("attention_mask", mask), ("old_logps", old))
+    for name, tensor in per_row:
+        check_shape(name, tensor, (tuple(policy.shape[:-1]), "policy_logits.shape[:-1]"))
+    for name, tensor in (("ref_logits", reference), *per_row):
+        check_device(name, tensor, policy.device, owner="policy_logits")
+    ratio, kl, *_ = logits_ratio_kl_op(
+        policy, reference.detach(), ids, mask != 0, old.detach(), backend or ""
+    )
+    return ratio, kl

@@ -87,10 +87,12 @@ class Needs(NamedTuple):
     hidden: bool
     weight: bool
     bias: bool
+    in_logits_dtype: bool = False
+    """Gradients in the logits' dtype, not the leaves': to be scaled before they are rounded."""
 
 
 class Gradients(NamedTuple):
-    """Result of pass 2: each in its leaf's shape and dtype, None where not asked for."""
+    """Result of pass 2: each in its leaf's shape, None where not asked for."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -103,3 +105,28 @@ def out_of_range_error(vocab_size: int, count: int) -> ValueError:
         f"action_ids must lie in [0, {vocab_size}) on active tokens; "
         f"got {count} active token(s) with an id outside that range"
     )
+
+
+class LogitsScores(NamedTuple):
+    """Ratio and KL from logits that the caller holds; each of action_ids' shape, float32 or 64."""
+
+    ratio: Tensor
+    """exp(logp - old_logps); 1 on inactive rows."""
+    kl: Tensor
+    """exp(delta) - delta - 1; 0 on inactive rows."""
+    max: Tensor
+    log_sum: Tensor
+    """Of the policy's logits, as in Scores; 0 on inactive rows."""
+    delta: Tensor
+    """ref_logp - logp; 0 on inactive rows."""
+    bad_ids: Tensor
+    """0-d int64: number of active rows whose id is outside [0, V)."""
+
+
+class LogitsSaved(NamedTuple):
+    """What the backward of `ratio_kl` needs beside the policy's logits and ids."""
+
+    ratio: Tensor
+    delta: Tensor
+    max: Tensor
+    log_sum: Tensor

@@ -4,39 +4,14 @@ Arguments are flat, because an operator takes no dataclass; floats travel as ten
 Python float would recompile for each value. `head_of` puts them back together for a backend.
 """
 
-import importlib.util
 from functools import partial
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ..checks.values import check_count
+from .backends import backend_for
 from .contract import Head, Needs, Saved, out_of_range_error
-
-BACKENDS = ("torch", "triton")
-
-
-def _backend(requested: str, device: torch.device, compute_dtype: torch.dtype) -> ModuleType:
-    """The backend's module; "" picks Triton where it can run. Triton is imported here at first use.
-
-    Raises:
-        ValueError: the requested backend cannot run here; nothing falls back silently.
-    """
-    if requested != "torch" and not (requested == "" and device.type == "cpu"):
-        reason = _triton_unavailable(device, compute_dtype)
-        if reason is None:
-            return importlib.import_module(".triton_backend", __package__)
-        if requested == "triton":
-            raise ValueError(f"backend='triton' cannot run here: {reason}")
-    return importlib.import_module(".torch_backend", __package__)
-
-
-def _triton_unavailable(device: torch.device, compute_dtype: torch.dtype) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
-    backend = importlib.import_module(".triton_backend", __package__)
-    return backend.unavailable_reason(device, compute_dtype)
 
 
 def _check_temperature(inverse: Tensor | None, mask: Tensor | None, at_once: bool) -> None:
@@ -85,7 +60,7 @@ def linear_logprob_op(
         chunk_bytes=chunk_bytes,
     )
     _check_temperature(inverse_temperature, mask, eager_checks)
-    module = _backend(backend, hidden.device, compute_dtype)
+    module = backend_for("backend", backend, hidden.device, compute_dtype)
     scores = module.forward(head, action_ids, mask, with_entropy=with_entropy)
     check_count(scores.bad_ids, partial(out_of_range_error, vocab_size), at_once=eager_checks)
     return tuple(scores)
@@ -124,6 +99,7 @@ def linear_logprob_backward_op(
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
+    in_logits_dtype: bool,
 ) -> list[Tensor]:
     """Pass 2 on flat rows: gradients of hidden, weight and bias, of size 0 where not needed."""
     head = Head(
@@ -138,8 +114,8 @@ def linear_logprob_backward_op(
         chunk_bytes=chunk_bytes,
     )
     saved = Saved(action_ids, logps, peak, log_sum, entropies, bad_ids)
-    needs = Needs(need_hidden, need_weight, need_bias)
-    module = _backend(backend, hidden.device, compute_dtype)
+    needs = Needs(need_hidden, need_weight, need_bias, in_logits_dtype)
+    module = backend_for("backend", backend, hidden.device, compute_dtype)
     gradients = module.backward(head, saved, grad_logps, grad_entropies, needs=needs)
     return [hidden.new_empty(0) if gradient is None else gradient for gradient in gradients]
 
@@ -147,9 +123,14 @@ def linear_logprob_backward_op(
 @linear_logprob_backward_op.register_fake
 def _(hidden, weight, bias, action_ids, inverse_temperature, logit_scale, softcap, logps,
       entropies, peak, log_sum, bad_ids, grad_logps, grad_entropies, vocab_size, compute_dtype,
-      backend, chunk_bytes, need_hidden, need_weight, need_bias):  # fmt: skip
+      backend, chunk_bytes, need_hidden, need_weight, need_bias, in_logits_dtype):  # fmt: skip
     leaves = ((hidden, need_hidden), (weight, need_weight), (bias, need_bias))
-    return [leaf.new_empty(leaf.shape) if need else hidden.new_empty(0) for leaf, need in leaves]
+    return [
+        hidden.new_empty(0)
+        if not need
+        else leaf.new_empty(leaf.shape, dtype=logps.dtype if in_logits_dtype else leaf.dtype)
+        for leaf, need in leaves
+    ]
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
@@ -170,7 +151,7 @@ def _backward(ctx, grad_logps, grad_entropies, *_):
     if (grad_logps is None and grad_entropies is None) or not any(needs):
         return (None,) * 14
     gradients = linear_logprob_backward_op(
-        *ctx.saved_tensors, grad_logps, grad_entropies, *ctx.knobs, *needs
+        *ctx.saved_tensors, grad_logps, grad_entropies, *ctx.knobs, *needs, False
     )
     return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 11
 

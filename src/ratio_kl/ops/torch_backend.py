@@ -3,7 +3,7 @@
 With logits z in float32 (float64 for float64 inputs), one tile of rows x vocabulary at a time:
 
     pass 1   online max, sum exp(z - max), sum exp(z - max) (z - max)   -> logps, entropies
-    pass 2   dz = g (onehot - p) - h p (log p + H)                      -> matmuls, weight and hidden
+    pass 2   dz = g (onehot - p) - h p (log p + H)                      -> d_hidden, d_weight
 
 Never stored: the logits of more than one tile. Kept between the passes: max and log_sum of a row.
 """
@@ -63,27 +63,37 @@ def backward(
     tiles = LogitTiles(head, rows, buffers=buffers, sums=True)
     # The gradient that every tile adds to is kept whole in the sums' dtype: the smaller one.
     hidden_whole = tiles.count <= head.vocab_size
-    d_hidden = _RunningGradient(tiles.count, head.hidden, tiles, hidden_whole, needs.hidden)
-    d_weight = _RunningGradient(
-        head.weight.shape[0], head.weight, tiles, not hidden_whole, needs.weight
-    )
-    d_bias = torch.zeros(
-        head.weight.shape[0] if needs.bias else 0, dtype=tiles.dtype, device=head.weight.device
-    )
+    d_hidden = d_weight = d_bias = None
+    if needs.hidden:
+        dtype = _gradient_dtype(head.hidden, tiles, needs)
+        d_hidden = _RunningGradient(tiles.selected.shape, dtype, tiles, hidden_whole)
+    if needs.weight:
+        dtype = _gradient_dtype(head.weight, tiles, needs)
+        d_weight = _RunningGradient(head.weight.shape, dtype, tiles, not hidden_whole)
+    if needs.bias:
+        d_bias = head.weight.new_zeros(head.weight.shape[0], dtype=tiles.dtype)
     for block, columns in tiles.walk(columns_outermost=hidden_whole):
         weight = tiles.weight(columns)
         d_logits = _logits_gradient(tiles, state, block, columns, weight)
         factor = d_logits.to(tiles.operand_dtype)
-        d_hidden.add(block, factor, weight)
-        d_weight.add(columns, factor.T, tiles.hidden(block))
-        if needs.bias:
+        if d_hidden is not None:
+            d_hidden.add(block, factor, weight)
+        if d_weight is not None:
+            d_weight.add(columns, factor.T, tiles.hidden(block))
+        if d_bias is not None:
             d_bias[columns] += d_logits.sum(0)
-    whole_hidden = d_hidden.finish()
+    if d_bias is not None and head.bias is not None:
+        d_bias = d_bias.to(_gradient_dtype(head.bias, tiles, needs))
+    count = head.hidden.shape[0]
     return Gradients(
-        hidden=_scatter(whole_hidden, rows, head.hidden.shape[0]) if needs.hidden else None,
-        weight=d_weight.finish() if needs.weight else None,
-        bias=d_bias.to(head.bias.dtype) if needs.bias and head.bias is not None else None,
+        hidden=None if d_hidden is None else _scatter(d_hidden.finish(), rows, count),
+        weight=None if d_weight is None else d_weight.finish(),
+        bias=d_bias,
     )
+
+
+def _gradient_dtype(leaf: Tensor, tiles: LogitTiles, needs: Needs) -> torch.dtype:
+    return tiles.dtype if needs.in_logits_dtype else leaf.dtype
 
 
 class _OnlineSums:
@@ -177,25 +187,22 @@ def _logits_gradient(
 class _RunningGradient:
     """A leaf's gradient, summed over tiles in the logits' dtype and rounded once.
 
-    Where the leaf has that dtype, the gradient is its own sum. Otherwise the sum is either whole
+    Where the gradient has that dtype, it is its own sum. Otherwise the sum is either whole
     (tiles of all blocks interleave) or one block long (all tiles of a block come in a row).
     """
 
-    def __init__(self, rows: int, leaf: Tensor, tiles: LogitTiles, whole: bool, needed: bool):
-        self.needed = needed
-        self.whole = whole or leaf.dtype == tiles.dtype
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, tiles: LogitTiles, whole: bool):
+        self.whole = whole or dtype == tiles.dtype
         self.open: slice | None = None
-        if not needed:
-            return
-        step = max(tiles.row_step, tiles.column_step)
-        self.sum = leaf.new_zeros((rows if self.whole else step, leaf.shape[1]), dtype=tiles.dtype)
-        self.result = self.sum if self.whole else leaf.new_zeros((rows, leaf.shape[1]))
-        self.dtype = leaf.dtype
+        self.dtype = dtype
+        device = tiles.selected.device
+        block = max(tiles.row_step, tiles.column_step)
+        sum_shape = shape if self.whole else (min(block, shape[0]), shape[1])
+        self.sum = torch.zeros(sum_shape, dtype=tiles.dtype, device=device)
+        self.result = self.sum if self.whole else torch.zeros(shape, dtype=dtype, device=device)
 
     def add(self, block: slice, left: Tensor, right: Tensor) -> None:
         """result[block] += left @ right."""
-        if not self.needed:
-            return
         if self.whole:
             target = self.sum[block]
         else:

@@ -1,0 +1,68 @@
+"""grads="forward": both passes run in forward, and backward only hands their gradients on.
+
+Nothing reads hidden or weight once forward has returned, so a sharded weight needs to be gathered
+around forward only (ZeRO-3). The price is one stashed gradient of each leaf between the passes.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..ops.contract import Needs
+from ..ops.passes import HeadRows, pass_one, pass_two
+from .surrogate import LossOutput
+
+
+def loss_with_stashed_gradients(
+    rows: HeadRows, surrogate: Callable[[Tensor, Tensor], LossOutput]
+) -> LossOutput:
+    """The loss of `surrogate(logps, entropies)`, its gradients computed now.
+
+    Args:
+        rows: flat rows with their leaves attached to the caller's graph.
+        surrogate: from flat [N] logps and entropies to the loss.
+
+    Raises:
+        RuntimeError: under torch.compile, which cannot trace a gradient taken in forward.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            'grads="forward" is for eager mode and cannot be compiled; use grads="backward" '
+            "under torch.compile"
+        )
+    leaves = (rows.hidden, rows.weight, rows.bias)
+    with torch.no_grad():
+        scores = pass_one(rows, with_entropy=True)
+    with torch.enable_grad():
+        logps = scores.logps.detach().requires_grad_()
+        entropies = scores.entropies.detach().requires_grad_()
+        output = surrogate(logps, entropies)
+        g, h = torch.autograd.grad(output.loss, (logps, entropies), allow_unused=True)
+    with torch.no_grad():
+        # fp16 cannot hold a gradient before the loss scale has multiplied it.
+        half = any(leaf is not None and leaf.dtype == torch.float16 for leaf in leaves)
+        hidden, weight, bias = (leaf is not None and leaf.requires_grad for leaf in leaves)
+        gradients = pass_two(rows, scores, g, h, Needs(hidden, weight, bias, half))
+    loss = _HandOn.apply(*leaves, output.loss.detach(), *gradients)
+    return output._replace(loss=loss)
+
+
+class _HandOn(torch.autograd.Function):
+    """Value `loss`, and the given gradients times grad_output for hidden, weight and bias."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, loss, d_hidden, d_weight, d_bias):
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in (hidden, weight, bias)]
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        scaled = (
+            None if gradient is None else (gradient * grad_output).to(dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return *scaled, None, None, None, None

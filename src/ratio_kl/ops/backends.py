@@ -1,0 +1,40 @@
+"""Which backend runs an operator. Triton is imported here, at its first use, and nowhere above."""
+
+import importlib.util
+from types import ModuleType
+
+import torch
+
+BACKENDS = ("torch", "triton")
+
+
+def check_backend(backend: object) -> None:
+    """ValueError unless `backend` is None or the name of one."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None; got {backend!r}")
+
+
+def backend_for(
+    operator: str, requested: str, device: torch.device, dtype: torch.dtype
+) -> ModuleType:
+    """The module torch_<operator> or triton_<operator>; "" picks Triton where it can run.
+
+    Raises:
+        ValueError: the requested backend cannot run here; nothing falls back silently.
+    """
+    if requested != "torch" and not (requested == "" and device.type == "cpu"):
+        reason = triton_unavailable_reason(device, dtype)
+        if reason is None:
+            return importlib.import_module(f".triton_{operator}", __package__)
+        if requested == "triton":
+            raise ValueError(f"backend='triton' cannot run here: {reason}")
+    return importlib.import_module(f".torch_{operator}", __package__)
+
+
+def triton_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the Triton backend cannot compute in `dtype` on `device`; None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    backend = importlib.import_module(".triton_backend", __package__)
+    reason: str | None = backend.unavailable_reason(device, dtype)
+    return reason

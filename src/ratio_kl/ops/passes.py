@@ -1,0 +1,183 @@
+"""The two passes over flat rows: options resolved, then one operator call each."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..config import check_positive_int, check_real_option
+from .backends import check_backend
+from .contract import DEFAULT_CHUNK_BYTES, Gradients, Needs, Scores
+from .operators import linear_logprob_backward_op, linear_logprob_op
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How to compute: never changes a result beyond rounding."""
+
+    backend: Literal["torch", "triton"] | None = None
+    """None picks Triton where it can run and torch elsewhere; a named backend never falls back."""
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    """Budget of all temporaries of a pass together, in bytes; honoured down to one tile."""
+    validate: Literal["eager"] | None = None
+    """"eager" raises for bad values on an accelerator at once, for one synchronisation; None
+    raises at the next read of the host."""
+
+    def __post_init__(self) -> None:
+        check_backend(self.backend)
+        if self.validate not in (None, "eager"):
+            raise ValueError(f"validate must be 'eager' or None; got {self.validate!r}")
+        check_positive_int("chunk_bytes", self.chunk_bytes)
+
+
+@dataclass(frozen=True)
+class LogitModifiers:
+    """What happens to hidden @ weight.T + bias before the softmax."""
+
+    temperature: float | Tensor = 1.0
+    """A number, or a tensor that is 0-d or has one entry a row."""
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Rows of hidden states under an lm_head, and the actions to score; shapes are checked."""
+
+    hidden: Tensor
+    """[N, H]."""
+    weight: Tensor
+    """[V, H]."""
+    bias: Tensor | None
+    """[V]."""
+    action_ids: Tensor
+    """[N] int."""
+    mask: Tensor | None
+    """[N] bool; None: all rows are active."""
+    modifiers: LogitModifiers
+    execution: Execution
+
+
+def pass_one(rows: HeadRows, *, with_entropy: bool) -> Scores:
+    """Log-probabilities and, if asked for, entropies; differentiable where the leaves are."""
+    inputs = _head_inputs(rows)
+    return Scores(
+        *linear_logprob_op(
+            rows.hidden,
+            rows.weight,
+            rows.bias,
+            rows.action_ids,
+            rows.mask,
+            inputs.inverse_temperature,
+            inputs.logit_scale,
+            inputs.softcap,
+            inputs.vocab_size,
+            inputs.compute_dtype,
+            with_entropy,
+            rows.execution.backend or "",
+            rows.execution.chunk_bytes,
+            rows.execution.validate == "eager",
+        )
+    )
+
+
+def pass_two(
+    rows: HeadRows,
+    scores: Scores,
+    grad_logps: Tensor | None,
+    grad_entropies: Tensor | None,
+    needs: Needs,
+) -> Gradients:
+    """Gradients of hidden, weight and bias, for callers who run pass 2 themselves."""
+    inputs = _head_inputs(rows)
+    gradients = linear_logprob_backward_op(
+        rows.hidden,
+        rows.weight,
+        rows.bias,
+        rows.action_ids,
+        inputs.inverse_temperature,
+        inputs.logit_scale,
+        inputs.softcap,
+        scores.logps,
+        scores.entropies,
+        scores.max,
+        scores.log_sum,
+        scores.bad_ids,
+        grad_logps,
+        grad_entropies,
+        inputs.vocab_size,
+        inputs.compute_dtype,
+        rows.execution.backend or "",
+        rows.execution.chunk_bytes,
+        *needs,
+    )
+    wanted = (needs.hidden, needs.weight, needs.bias)
+    return Gradients(*(g if want else None for g, want in zip(gradients, wanted, strict=True)))
+
+
+class _HeadInputs(NamedTuple):
+    """What the operators take beside the leaves, resolved from modifiers and execution."""
+
+    inverse_temperature: Tensor | None
+    logit_scale: Tensor | None
+    softcap: Tensor | None
+    vocab_size: int
+    compute_dtype: torch.dtype
+
+
+def _head_inputs(rows: HeadRows) -> _HeadInputs:
+    """Resolve dtypes and modifiers for the operators; floats become tensors, 1 and off None."""
+    hidden, weight, modifiers = rows.hidden, rows.weight, rows.modifiers
+    compute_dtype = _compute_dtype(hidden, weight)
+    logits_dtype = logits_dtype_of(hidden, weight)
+    one = torch.ones((), dtype=logits_dtype, device=hidden.device)
+    temperature = modifiers.temperature
+    if isinstance(temperature, Tensor):
+        inverse_temperature = temperature.detach().to(logits_dtype).reciprocal()
+    elif (scalar := _scalar("temperature", temperature, one)) is not None:
+        inverse_temperature = scalar.reciprocal()
+    else:
+        inverse_temperature = None
+    if modifiers.softcap is not None:
+        check_real_option("softcap", modifiers.softcap)
+    return _HeadInputs(
+        inverse_temperature=inverse_temperature,
+        logit_scale=_scalar("logit_scale", modifiers.logit_scale, one),
+        softcap=None if modifiers.softcap is None else one * modifiers.softcap,
+        vocab_size=_vocab_size(modifiers.vocab_size, weight.shape[0]),
+        compute_dtype=compute_dtype,
+    )
+
+
+def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The active autocast's dtype, else the promoted one, which never rounds an fp32 head."""
+    promoted = torch.promote_types(hidden.dtype, weight.dtype)
+    device = hidden.device.type
+    if promoted != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return promoted
+
+
+def logits_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """dtype of logits, logps and entropies: float64 if an input is, else float32."""
+    double = torch.float64 in (hidden.dtype, weight.dtype)
+    return torch.float64 if double else torch.float32
+
+
+def _scalar(name: str, value: float, one: Tensor) -> Tensor | None:
+    """A factor as a 0-d tensor; None for 1, which costs nothing."""
+    check_real_option(name, value)
+    return None if value == 1 else one * value
+
+
+def _vocab_size(vocab_size: int | None, rows: int) -> int:
+    if vocab_size is None:
+        return rows
+    check_positive_int("vocab_size", vocab_size)
+    if vocab_size > rows:
+        raise ValueError(
+            f"vocab_size must be at most the number of rows of weight, {rows}; got {vocab_size}"
+        )
+    return vocab_size
