@@ -108,11 +108,10 @@ def _reference_rows(call: Call, rows: HeadRows, config: RatioKLConfig) -> HeadRo
         )
     if call.ref_hidden is None:
         return None
-    own = call.ref_weight is None
     hidden, weight, bias = check_head(
         call.ref_hidden,
-        call.weight if own else call.ref_weight,
-        call.bias if own and call.ref_bias is None else call.ref_bias,
+        call.weight if call.ref_weight is None else call.ref_weight,
+        call.bias if call.ref_bias is None else call.ref_bias,
         prefix="ref_",
     )
     outer = tuple(call.hidden.shape[:-1])

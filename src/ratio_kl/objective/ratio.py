@@ -1,5 +1,6 @@
 """Importance ratios: the three levels of the loss, and the ratio and KL penalty as operators."""
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -119,34 +120,29 @@ def linear_ratio_kl(
         check_shape(name, tensor, (tuple(hidden.shape[:-1]), "hidden.shape[:-1]"))
         check_device(name, tensor, hidden.device)
 
-    def score(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return linear_logprob(
-            hidden,
-            weight,
-            action_ids,
-            attention_mask,
-            bias=bias,
-            temperature=temperature,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            vocab_size=vocab_size,
-            validate=validate,
-            backend=backend,
-            chunk_bytes=chunk_bytes,
-        ).logps
-
+    score = partial(
+        linear_logprob,
+        action_ids=action_ids,
+        attention_mask=attention_mask,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        vocab_size=vocab_size,
+        validate=validate,
+        backend=backend,
+        chunk_bytes=chunk_bytes,
+    )
     if ref_hidden is not None:
-        own = ref_weight is None
         head = check_head(
             ref_hidden,
-            weight if own else ref_weight,
-            bias if own and ref_bias is None else ref_bias,
+            weight if ref_weight is None else ref_weight,
+            bias if ref_bias is None else ref_bias,
             prefix="ref_",
         )
         with torch.no_grad():
-            ref_logps = score(*head)
+            ref_logps = score(head[0], head[1], bias=head[2]).logps
     assert ref_logps is not None
-    logps = score(hidden, weight, bias)
+    logps = score(hidden, weight, bias=bias).logps
     mask = attention_mask != 0
     log_ratio = masked_difference(logps, old_logps.detach().to(logps.dtype), mask)
     delta = masked_difference(ref_logps.detach().to(logps.dtype), logps, mask)

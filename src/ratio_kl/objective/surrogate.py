@@ -74,7 +74,7 @@ def surrogate_loss(
         log_sequence_weight=_log_sequence_weight(log_ratio, tokens),
     )
     kept = entropy_mask(entropies, mask, config.top_entropy_quantile, step.group)
-    term = _masked_term(policy, terms, kept, active, tokens, config)
+    term = _masked_term(policy, terms, tokens, config, kept=kept, active=active)
     kl = _kl(terms, tokens, config)
     if config.beta != 0:
         term = term + config.beta * kl
@@ -83,7 +83,7 @@ def surrogate_loss(
     weight = REDUCTIONS[reduction_name](counts, config)
     if reduction_name not in SPANS_THE_STEP or step.num_items is None:
         weight = weight / step.accumulation_steps
-    policy_loss = (torch.where(mask, term, 0) * weight).sum()
+    policy_loss = (torch.where(mask, term, 0) * weight).sum() + kept.poison
     loss = policy_loss
     if isinstance(step.entropy_coef, Tensor) or step.entropy_coef != 0:
         bonus = entropy_bonus(entropies, kept) / step.accumulation_steps
@@ -123,32 +123,32 @@ def _log_sequence_weight(log_ratio: Tensor, tokens: Tokens) -> Tensor:
 def _masked_term(
     policy: Policy,
     terms: PolicyTerms,
-    kept: EntropyMask,
-    active: Tensor,
     tokens: Tokens,
     config: RatioKLConfig,
+    *,
+    kept: EntropyMask,
+    active: Tensor,
 ) -> Tensor:
     """The policy term after the off-policy mask, the entropy mask and the sampling ratio."""
     term = policy.term(terms, config)
     if config.off_policy_mask_threshold is not None:
-        drift = _off_policy_drift(terms.logps, active, tokens)
-        keep = (tokens.advantages >= 0) | (drift <= config.off_policy_mask_threshold)
-        term = torch.where(keep, term, 0)
+        behaviour = tokens.old_logps if tokens.sampling_logps is None else tokens.sampling_logps
+        if behaviour is not None:
+            drift = _off_policy_drift(behaviour, terms.logps, active, tokens)
+            keep = (tokens.advantages >= 0) | (drift <= config.off_policy_mask_threshold)
+            term = torch.where(keep, term, 0)
     if config.top_entropy_quantile != 1:
-        term = torch.where(kept.keep, term, 0) + kept.poison
+        term = torch.where(kept.keep, term, 0)
     if tokens.sampling_ratio is not None and not policy.folds_in_sampling_ratio:
         term = term * tokens.sampling_ratio
     return term
 
 
-def _off_policy_drift(logps: Tensor, active: Tensor, tokens: Tokens) -> Tensor:
+def _off_policy_drift(behaviour: Tensor, logps: Tensor, active: Tensor, tokens: Tokens) -> Tensor:
     """Mean of (behaviour - policy) log-probability of each sequence, at its tokens.
 
     A NaN behaviour log-probability is no evidence and counts 0.
     """
-    behaviour = tokens.old_logps if tokens.sampling_logps is None else tokens.sampling_logps
-    if behaviour is None:
-        return torch.zeros_like(logps)
     known = tokens.mask & ~behaviour.isnan()
     drift = masked_difference(behaviour, logps.detach(), known)
     return tokens.layout.spread(tokens.layout.sum(drift)) / active
