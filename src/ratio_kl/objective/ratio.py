@@ -112,14 +112,13 @@ def linear_ratio_kl(
             + ("neither" if ref_logps is None else "both")
         )
     check_head(hidden, weight, bias)
-    per_row = [("attention_mask", check_real("attention_mask", attention_mask))]
-    per_row += [("old_logps", check_floating("old_logps", old_logps))]
+    per_row = {
+        "attention_mask": check_real("attention_mask", attention_mask),
+        "old_logps": check_floating("old_logps", old_logps),
+    }
     if ref_logps is not None:
-        per_row += [("ref_logps", check_floating("ref_logps", ref_logps))]
-    for name, tensor in per_row:
-        check_shape(name, tensor, (tuple(hidden.shape[:-1]), "hidden.shape[:-1]"))
-        check_device(name, tensor, hidden.device)
-
+        per_row["ref_logps"] = check_floating("ref_logps", ref_logps)
+    _check_per_row(per_row, "hidden", hidden)
     score = partial(
         linear_logprob,
         action_ids=action_ids,
@@ -133,14 +132,12 @@ def linear_ratio_kl(
         chunk_bytes=chunk_bytes,
     )
     if ref_hidden is not None:
-        head = check_head(
-            ref_hidden,
-            weight if ref_weight is None else ref_weight,
-            bias if ref_bias is None else ref_bias,
-            prefix="ref_",
-        )
+        ref_weight = weight if ref_weight is None else ref_weight
+        ref_bias = bias if ref_bias is None else ref_bias
+        check_head(ref_hidden, ref_weight, ref_bias, prefix="ref_")
+        _check_per_row({"ref_hidden": ref_hidden[..., 0]}, "hidden", hidden)
         with torch.no_grad():
-            ref_logps = score(head[0], head[1], bias=head[2]).logps
+            ref_logps = score(ref_hidden, ref_weight, bias=ref_bias).logps
     assert ref_logps is not None
     logps = score(hidden, weight, bias=bias).logps
     mask = attention_mask != 0
@@ -194,15 +191,20 @@ def ratio_kl(
             f"policy_logits must have shape [B, T, V] with V > 0; got {list(policy.shape)}"
         )
     check_shape("ref_logits", reference, (tuple(policy.shape), "policy_logits.shape"))
+    check_device("ref_logits", reference, policy.device, owner="policy_logits")
     ids = check_integer("action_ids", action_ids)
     mask = check_real("attention_mask", attention_mask)
     old = check_floating("old_logps", old_logps)
-    per_row = (("action_ids", ids), ("attention_mask", mask), ("old_logps", old))
-    for name, tensor in per_row:
-        check_shape(name, tensor, (tuple(policy.shape[:-1]), "policy_logits.shape[:-1]"))
-    for name, tensor in (("ref_logits", reference), *per_row):
-        check_device(name, tensor, policy.device, owner="policy_logits")
+    per_row = {"action_ids": ids, "attention_mask": mask, "old_logps": old}
+    _check_per_row(per_row, "policy_logits", policy)
     ratio, kl, *_ = logits_ratio_kl_op(
         policy, reference.detach(), ids, mask != 0, old.detach(), backend or ""
     )
     return ratio, kl
+
+
+def _check_per_row(tensors: dict[str, Tensor], owner: str, rows: Tensor) -> None:
+    """Each named tensor has one entry for each row of `rows`, the argument `owner`."""
+    for name, tensor in tensors.items():
+        check_shape(name, tensor, (tuple(rows.shape[:-1]), f"{owner}.shape[:-1]"))
+        check_device(name, tensor, rows.device, owner=owner)

@@ -1,0 +1,1 @@
+"""Benchmarks, one module each; its docstring's first line says what it measures."""

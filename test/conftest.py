@@ -1,0 +1,68 @@
+"""Settings that hold for every test, and must hold before Triton is imported."""
+
+import os
+import zlib
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# Tests run side by side: more threads each would only take turns.
+torch.set_num_threads(1)
+
+ALLOCATORS = (
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (torch.Tensor, "new_empty"),
+    (torch.Tensor, "new_empty_strided"),
+)
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """An environment without pytest-timeout must still accept the option in pyproject.toml."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds a test may take; pytest-timeout is not installed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none here")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """The same inputs for a test whichever tests ran before it, other inputs for another test."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody has written holds NaN (the largest number, for integers), not luck."""
+    for owner, name in ALLOCATORS:
+        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(allocate)
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = allocate(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return tensor
+        if tensor.is_floating_point():
+            tensor.detach().fill_(torch.nan)
+        elif tensor.dtype != torch.bool and not tensor.is_complex():
+            tensor.detach().fill_(torch.iinfo(tensor.dtype).max)
+        return tensor
+
+    return poisoned
