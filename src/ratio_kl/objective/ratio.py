@@ -107,10 +107,8 @@ def linear_ratio_kl(
     if log_ratio_limit is not None:
         check_real_option("log_ratio_limit", log_ratio_limit)
     if (ref_logps is None) == (ref_hidden is None):
-        raise ValueError(
-            "the reference must come once: pass either ref_logps or ref_hidden; got "
-            + ("neither" if ref_logps is None else "both")
-        )
+        count = "neither" if ref_logps is None else "both"
+        raise ValueError(f"the reference must come once, as ref_logps or ref_hidden; got {count}")
     check_head(hidden, weight, bias)
     per_row = {
         "attention_mask": check_real("attention_mask", attention_mask),

@@ -61,7 +61,7 @@ def surrogate_loss(
 ) -> LossOutput:
     """The loss of `config` from log-probabilities and entropies in the layout of `tokens`."""
     mask, layout = tokens.mask, tokens.layout
-    active = layout.spread(layout.sum(mask.to(logps.dtype)).clamp(min=1))
+    active = layout.spread(layout.sum(mask.to(logps.dtype))).clamp(min=1)
     policy_name, reduction_name = PRESETS[config.loss_type]
     policy = POLICIES[policy_name]
     old_logps = logps.detach() if tokens.old_logps is None else tokens.old_logps

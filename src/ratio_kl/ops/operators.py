@@ -134,24 +134,33 @@ def _(hidden, weight, bias, action_ids, inverse_temperature, logit_scale, softca
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    (hidden, weight, bias, action_ids, _mask, inverse_temperature, logit_scale, softcap,
-     vocab_size, compute_dtype, _with_entropy, backend, chunk_bytes, _eager) = inputs  # fmt: skip
+    (hidden, weight, bias, action_ids, mask, inverse_temperature, logit_scale, softcap,
+     vocab_size, compute_dtype, with_entropy, backend, chunk_bytes, _eager) = inputs  # fmt: skip
     logps, entropies, peak, log_sum, bad_ids = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(peak, log_sum, bad_ids)
     ctx.save_for_backward(
-        hidden, weight, bias, action_ids, inverse_temperature, logit_scale, softcap,
+        mask, hidden, weight, bias, action_ids, inverse_temperature, logit_scale, softcap,
         logps, entropies, peak, log_sum, bad_ids,
     )  # fmt: skip
+    ctx.with_entropy = with_entropy
     ctx.knobs = (vocab_size, compute_dtype, backend, chunk_bytes)
 
 
 def _backward(ctx, grad_logps, grad_entropies, *_):
     needs = ctx.needs_input_grad[:3]
+    mask, *saved = ctx.saved_tensors
+    grad_entropies = grad_entropies if ctx.with_entropy else None
     if (grad_logps is None and grad_entropies is None) or not any(needs):
         return (None,) * 14
+    if mask is not None:
+        # An inactive row's results are constants, whatever gradient comes in for them.
+        grad_logps, grad_entropies = (
+            None if grad is None else torch.where(mask, grad, 0)
+            for grad in (grad_logps, grad_entropies)
+        )
     gradients = linear_logprob_backward_op(
-        *ctx.saved_tensors, grad_logps, grad_entropies, *ctx.knobs, *needs, False
+        *saved, grad_logps, grad_entropies, *ctx.knobs, *needs, False
     )
     return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 11
 
