@@ -1,0 +1,240 @@
+"""Time, memory and error of the Triton kernels, in units of the matrix product that they contain.
+
+1 mm is the time of torch.mm(hidden, weight.T) at the same shape, in the same run: what logits
+cost before anything is done with them. All times of a table are taken in turns, in random order;
+each is a median.
+"""
+
+import argparse
+import random
+import shlex
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ratio_kl.ops import triton_backend, triton_logits
+from ratio_kl.ops.contract import DEFAULT_CHUNK_BYTES, Head, LogitsSaved, Needs, Saved, Scores
+
+SHAPES = ((8192, 4096, 131072), (32768, 2048, 151936), (16384, 3584, 152064), (4096, 8192, 128256))
+SMALL = tuple((N, 4096, V) for V in (32000, 131072) for N in (256, 512, 1152, 2048))
+TRAINED, FROZEN = Needs(True, True, False), Needs(True, False, False)
+
+
+class Step(NamedTuple):
+    """What a forward and backward need: a head, actions, a mask, dloss/dlogp."""
+
+    head: Head
+    ids: Tensor
+    mask: Tensor | None
+    grads: Tensor
+
+    def forward(self, with_entropy: bool = True) -> Scores:
+        return triton_backend.forward(self.head, self.ids, self.mask, with_entropy=with_entropy)
+
+    def both(self, needs: Needs = TRAINED) -> Any:
+        scores = self.forward()
+        saved = Saved(
+            self.ids, scores.logps, scores.max, scores.log_sum, scores.entropies, scores.bad_ids
+        )
+        return triton_backend.backward(self.head, saved, self.grads, None, needs=needs)
+
+
+def make_step(N: int, H: int, V: int, dtype: torch.dtype) -> Step:
+    head = Head(
+        hidden=torch.randn(N, H, device="cuda", dtype=dtype),
+        weight=torch.empty(V, H, device="cuda", dtype=dtype).normal_(std=0.02),
+        bias=None,
+        inverse_temperature=None,
+        logit_scale=None,
+        softcap=None,
+        vocab_size=V,
+        compute_dtype=dtype,
+        chunk_bytes=DEFAULT_CHUNK_BYTES,
+    )
+    ids = torch.randint(V, (N,), device="cuda")
+    return Step(head, ids, None, torch.randn(N, device="cuda") / N)
+
+
+def sparse(step: Step, active: float, nonzero: float) -> Step:
+    """Only a share of the rows active, and only a share of those with a non-zero coefficient."""
+    N = step.ids.shape[0]
+    draw = torch.randperm(N, device="cuda") / N
+    mask = draw < active if active < 1 else None
+    return step._replace(mask=mask, grads=step.grads * (draw < active * nonzero))
+
+
+def times(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median milliseconds of each, taken in turns in random order after two warm-up rounds."""
+    taken: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(rounds + 2):
+        for name in random.sample(list(functions), len(functions)):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            functions[name]()
+            end.record()
+            end.synchronize()
+            if turn >= 2:
+                taken[name].append(begin.elapsed_time(end))
+    return {name: sorted(values)[len(values) // 2] for name, values in taken.items()}
+
+
+def extra_bytes(function: Callable[[], Any]) -> int:
+    """Peak of a call beyond what it leaves behind."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    result = function()
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    del result
+    return extra
+
+
+def graph_of(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Replay of the captured call: the kernels' time without the host's."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def errors(step: Step, rows: int = 1024) -> dict[str, float]:
+    """Against float64: logps and entropies (largest), gradients (relative Frobenius norm)."""
+    scores = step.forward()
+    gradients = step.both()
+    head = step.head
+    weight = head.weight.double()
+    d_weight = torch.zeros_like(weight)
+    worst_logp = worst_entropy = square = norm = 0.0
+    for start in range(0, step.ids.shape[0], rows):
+        part = slice(start, start + rows)
+        hidden, ids = head.hidden[part].double(), step.ids[part, None]
+        log_p = (hidden @ weight.T).log_softmax(-1)
+        logps, p = log_p.gather(1, ids)[:, 0], log_p.exp()
+        entropies = -(p * log_p).sum(-1)
+        worst_logp = max(worst_logp, (scores.logps[part] - logps).abs().max().item())
+        worst_entropy = max(worst_entropy, (scores.entropies[part] - entropies).abs().max().item())
+        g = step.grads[part, None].double()
+        dz = p.mul_(-g).scatter_add_(1, ids, g)
+        del log_p
+        d_weight.addmm_(dz.T, hidden)
+        d_hidden = dz @ weight
+        square += (gradients.hidden[part] - d_hidden).square().sum().item()
+        norm += d_hidden.square().sum().item()
+    off = 0.0
+    for start in range(0, d_weight.shape[0], 16384):
+        part = slice(start, start + 16384)
+        off += (gradients.weight[part] - d_weight[part]).square().sum().item()
+    return {
+        "logp": worst_logp,
+        "entropy": worst_entropy,
+        "d_hidden": (square / norm) ** 0.5,
+        "d_weight": off**0.5 / d_weight.norm().item(),
+    }
+
+
+def shape_table(N: int, H: int, V: int, rounds: int) -> None:
+    """One shape: each variant's time in ms and mm, extra memory, errors."""
+    step = make_step(N, H, V, torch.bfloat16)
+    head = step.head
+    half_active, half_zero = sparse(step, 0.5, 1), sparse(step, 1, 0.5)
+    quarter, entropy_masked = sparse(step, 0.5, 0.5), sparse(step, 0.5, 0.2)
+    variants: dict[str, Callable[[], Any]] = {
+        "mm": lambda: torch.mm(head.hidden, head.weight.T),
+        "forward, with entropy": step.forward,
+        "forward, logps only": lambda: step.forward(with_entropy=False),
+        "forward + backward": step.both,
+        "... half inactive": half_active.both,
+        "... half zero advantage": half_zero.both,
+        "... half inactive, half of the rest zero": quarter.both,
+        "... half inactive, q = 0.2": entropy_masked.both,
+        "... frozen weight": lambda: step.both(FROZEN),
+    }
+    measured = times(variants, rounds)
+    memory = {name: extra_bytes(f) for name, f in variants.items() if name != "mm"}
+    print(f"\nN={N} H={H} V={V} bf16; 1 mm = {measured['mm']:.2f} ms")
+    for name, extra in memory.items():
+        ms = measured[name]
+        print(f"  {name:42s} {ms:8.2f} ms {ms / measured['mm']:6.3f} mm  +{extra / 2**20:6.0f} MiB")
+    print("  errors:", ", ".join(f"{name} {error:.1e}" for name, error in errors(step).items()))
+    in_fp16 = make_step(N, H, V, torch.float16)
+    measured = times({"bf16": step.both, "fp16": in_fp16.both}, rounds)
+    print(f"  fp16 forward + backward: {measured['fp16'] / measured['bf16']:.3f} of bf16's time")
+
+
+def small_table(rounds: int) -> None:
+    """Kernel time of the forward for few rows, from graph replays."""
+    print("\nsmall N, kernel time of the forward")
+    for N, H, V in SMALL:
+        step = make_step(N, H, V, torch.bfloat16)
+        hidden, weight = step.head.hidden, step.head.weight
+        measured = times(
+            {
+                "mm": graph_of(lambda h=hidden, w=weight: torch.mm(h, w.T)),
+                "forward": graph_of(lambda s=step: s.forward(with_entropy=False)),
+            },
+            4 * rounds,
+        )
+        ratio = measured["forward"] / measured["mm"]
+        print(f"  N={N:5d} H={H} V={V:6d}: mm {measured['mm']:.3f} ms, forward {ratio:.3f} mm")
+
+
+def logits_table(rounds: int, B: int = 16, T: int = 512, V: int = 131072) -> None:
+    """ratio_kl on logits that exist, against eager PyTorch in float32 and in their own dtype."""
+    policy, ref = (torch.randn(B, T, V, device="cuda", dtype=torch.float16) for _ in range(2))
+    ids = torch.randint(V, (B, T), device="cuda")
+    mask = torch.ones(B, T, dtype=torch.bool, device="cuda")
+    old, g = torch.randn(B, T, device="cuda") - 10, torch.randn(B, T, device="cuda")
+
+    def eager(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        index = ids[..., None]
+        logp = policy.to(dtype).log_softmax(-1).gather(-1, index)[..., 0].float()
+        ref_logp = ref.to(dtype).log_softmax(-1).gather(-1, index)[..., 0].float()
+        delta = (ref_logp - logp).masked_fill(~mask, 0)
+        return (logp - old).masked_fill(~mask, 0).exp(), delta.exp() - delta - 1
+
+    scores = triton_logits.forward(policy, ref, ids, mask, old)
+    saved = LogitsSaved(scores.ratio, scores.delta, scores.max, scores.log_sum)
+    variants: dict[str, Callable[[], Any]] = {
+        "copy of one tensor": lambda: policy.clone(),
+        "forward": lambda: triton_logits.forward(policy, ref, ids, mask, old),
+        "backward": lambda: triton_logits.backward(policy, ids, mask, saved, g, g),
+        "eager forward, float32": lambda: eager(torch.float32),
+        "eager forward, float16": lambda: eager(torch.float16),
+    }
+    measured = times(variants, rounds)
+    print(f"\nratio_kl on logits, B={B} T={T} V={V} fp16: two tensors read, or one and one written")
+    inputs = torch.cuda.memory_allocated()
+    for name, ms in measured.items():
+        rate = 2 * policy.numel() * policy.itemsize / ms / 1e9
+        peak = (inputs + extra_bytes(variants[name])) / 2**30
+        print(f"  {name:24s} {ms:7.2f} ms  {rate:5.2f} TB/s  peak {peak:5.1f} GiB")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.kernels", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each table")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("needs a CUDA GPU")
+        return 0
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
+        f"Python {sys.version.split()[0]}; python -m benchmark.kernels {shlex.join(sys.argv[1:])}"
+    )
+    for shape in SHAPES[: arguments.shapes]:
+        shape_table(*shape, arguments.rounds)
+        torch.cuda.empty_cache()
+    small_table(arguments.rounds)
+    logits_table(arguments.rounds)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

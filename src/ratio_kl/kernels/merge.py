@@ -1,0 +1,130 @@
+"""Pass 1, row part: a row's partials -> logp, entropy, max, log_sum.
+
+With the partials of kernels/score.py read in a fixed order, and the action's logit z computed
+here, by a dot product in fp32:
+
+    max     = max top
+    mass    = sum exp(top - max) mass_i
+    moment  = sum exp(top - max) (moment_i + (top - max) mass_i)
+    log_sum = log mass,   entropy = log_sum - moment / mass,   logp = min(0, (z - max) - log_sum)
+
+Stored: one number of each a row. An id outside [0, V) gives logp NaN.
+"""
+
+import triton
+import triton.language as tl
+
+from .primitives import LOG2E, below, modified_logits
+
+WARPS = 4
+"""Blocks are one element a thread: a sum's order then follows from its length alone, and not from
+how many elements the alignment of a row allows a thread to load at once."""
+
+
+@triton.jit
+def action_product(
+    hidden_ptr,
+    weight_ptr,
+    row,
+    action,
+    H,
+    stride_hn,
+    stride_hh,
+    stride_wv,
+    stride_wh,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """hidden[row] . weight[action] in fp32, [1, 1]."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for h in tl.range(0, H, 8 * BLOCK):
+        for step in tl.static_range(8):
+            k = (h + step * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+            a = tl.load(hidden_ptr + row * stride_hn + k * stride_hh, mask=k < H, other=0.0)
+            b = tl.load(weight_ptr + action * stride_wv + k * stride_wh, mask=k < H, other=0.0)
+            total += a.to(DTYPE).to(tl.float32) * b.to(DTYPE).to(tl.float32)
+    return tl.reshape(tl.sum(total, 0, keep_dims=True), (1, 1))
+
+
+@triton.jit(do_not_specialize=["start"])
+def merge_kernel(
+    hidden_ptr,
+    weight_ptr,
+    bias_ptr,
+    logit_scale_ptr,
+    softcap_ptr,
+    temperature_ptr,
+    rows_ptr,
+    count_ptr,
+    ids_ptr,
+    partials_ptr,
+    logps_ptr,
+    entropies_ptr,
+    max_ptr,
+    log_sum_ptr,
+    start,
+    V,
+    H,
+    S,
+    stride_hn,
+    stride_hh,
+    stride_wv,
+    stride_wh,
+    stride_tn,
+    stride_in,
+    stride_pn,
+    stride_pq,
+    WITH_ENTROPY: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token = row + start
+    if count_ptr is not None:
+        count = tl.load(count_ptr)
+        if token >= count:
+            return
+    if rows_ptr is not None:
+        token = tl.load(rows_ptr + token).to(tl.int64)
+    partial = partials_ptr + row * stride_pn
+    tops = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for s in tl.range(0, S, BLOCK):
+        i = s + tl.arange(0, BLOCK)
+        top = tl.load(partial + i, mask=i < S, other=-float("inf"))
+        tops = tl.maximum(tops, top, propagate_nan=tl.PropagateNan.ALL)
+    largest = tl.max(tops, 0)
+    masses = tl.zeros((BLOCK,), tl.float32)
+    moments = tl.zeros((BLOCK,), tl.float32)
+    for s in tl.range(0, S, BLOCK):
+        i = s + tl.arange(0, BLOCK)
+        gap = below(tl.load(partial + i, mask=i < S, other=-float("inf")), largest)
+        share = tl.exp2(gap * LOG2E)
+        mass = tl.load(partial + stride_pq + i, mask=i < S, other=0.0)
+        masses += share * mass
+        if WITH_ENTROPY:
+            moment = tl.load(partial + 2 * stride_pq + i, mask=i < S, other=0.0)
+            moments += share * (moment + gap * mass)
+    mass = tl.sum(masses, 0)
+    log_sum = tl.log(mass)
+
+    action = tl.load(ids_ptr + token * stride_in).to(tl.int64)
+    bad = (action < 0) | (action >= V)
+    action = tl.where(bad, 0, action)
+    x = action_product(
+        hidden_ptr, weight_ptr, row, action, H, stride_hn, stride_hh, stride_wv, stride_wh,
+        DTYPE, BLOCK,
+    )  # fmt: skip
+    one = tl.zeros((1,), tl.int64)
+    z = modified_logits(
+        x, one + action, V, one + token, stride_tn,
+        bias_ptr, logit_scale_ptr, softcap_ptr, temperature_ptr,
+    )  # fmt: skip
+    logp = (tl.sum(tl.sum(z, 1), 0) - largest) - log_sum
+    logp = tl.where(logp > 0, 0.0, logp)
+    logp = tl.where(bad, float("nan"), logp)
+    tl.store(logps_ptr + token, logp)
+    tl.store(max_ptr + token, largest)
+    tl.store(log_sum_ptr + token, log_sum)
+    if WITH_ENTROPY:
+        entropy = log_sum - tl.sum(moments, 0) / mass
+        tl.store(entropies_ptr + token, tl.where(entropy < 0, 0.0, entropy))

@@ -1,0 +1,111 @@
+"""The Triton backend of the two passes: allocation, order of launches, chunking.
+
+Importing this module needs no Triton; the kernels are imported when a pass runs.
+"""
+
+import importlib.util
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from .blocks import even_part
+from .contract import Gradients, Head, Needs, Saved, Scores, out_of_range_error
+
+FORWARD_BYTES = 32 * 1024 * 1024
+"""Pass 1 takes no more than this for its temporaries, however large chunk_bytes is."""
+
+
+def unavailable_reason(device: torch.device, compute_dtype: torch.dtype) -> str | None:
+    """Why this backend can't compute in this dtype on this device, or None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if compute_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"it computes in bfloat16, float16 and float32, not in {compute_dtype}"
+    if device.type == "cpu":
+        from triton import knobs
+
+        return None if knobs.runtime.interpret else "the tensors are on the CPU"
+    if device.type != "cuda":
+        return f"it has no kernels for device type {device.type!r}"
+    capability = torch.cuda.get_device_capability(device)
+    if not torch.version.hip and capability < (8, 0):
+        return f"the GPU's compute capability is {capability}, and 8.0 is needed"
+    return None
+
+
+def forward(head: Head, action_ids: Tensor, mask: Tensor | None, *, with_entropy: bool) -> Scores:
+    """Pass 1 (contract.py). No host read but on the CPU, where ids out of range raise.
+
+    Temporaries: the partials and the active rows of a launch, at most min(chunk_bytes, 32 MiB)
+    together but at least one row tile, and 4 N bytes of row numbers if there is a mask.
+    """
+    N, device = head.hidden.shape[0], head.hidden.device
+    logps, top, log_sum = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(3))
+    entropies = torch.empty(N if with_entropy else 0, dtype=torch.float32, device=device)
+    if mask is None or N == 0:
+        ids = action_ids.long()
+        bad_ids = (ids.clamp(0, head.vocab_size - 1) != ids).sum()
+    else:
+        bad_ids = torch.empty((), dtype=torch.int64, device=device)
+    scores = Scores(logps, entropies, top, log_sum, bad_ids)
+    if N == 0:
+        return scores
+    with _on_device(head.hidden):
+        _score_all(head, action_ids, mask, scores)
+    if device.type == "cpu" and bad_ids:
+        raise out_of_range_error(head.vocab_size, int(bad_ids))
+    return scores
+
+
+def _score_all(head: Head, ids: Tensor, mask: Tensor | None, scores: Scores) -> None:
+    """Score and merge all active rows, as many at a time as the budget allows."""
+    from ..kernels.tiles import tile_for
+    from .triton_launch import Part, gather_rows, list_active, merge, score
+
+    hidden, dtype = head.hidden, head.compute_dtype
+    N, H = hidden.shape
+    tile = tile_for(hidden.device, dtype, hidden.dtype, head.weight.dtype)
+    quantities = 3 if scores.entropies.numel() > 0 else 2
+    segments = -(-head.vocab_size // tile.columns)
+    row_bytes = 4 * quantities * segments + (H * dtype.itemsize if mask is not None else 0)
+    at_once = even_part(N, min(head.chunk_bytes, FORWARD_BYTES) // row_bytes, tile.rows)
+    partials = hidden.new_empty((at_once, quantities, segments), dtype=torch.float32)
+    rows = count = None
+    if mask is not None:
+        rows, count = list_active(mask, ids, scores, head.vocab_size)
+        gathered = hidden.new_empty((at_once, H), dtype=dtype)
+    for start in range(0, N, at_once):
+        chosen = hidden[start : start + at_once]
+        if rows is not None and count is not None:
+            chosen = gathered[: chosen.shape[0]]
+            gather_rows(hidden, rows, count, chosen, start)
+        part = Part(chosen, start, rows, count, partials, tile)
+        score(head, part)
+        merge(head, part, ids, scores)
+
+
+def backward(
+    head: Head,
+    saved: Saved,
+    grad_logps: Tensor | None,
+    grad_entropies: Tensor | None,
+    *,
+    needs: Needs,
+) -> Gradients:
+    """Pass 2 (contract.py). One host read; none while a CUDA graph is captured.
+
+    Rows whose gradients are exactly zero are left out (NaN is not zero).
+    Raises ValueError if pass 1 met ids out of range.
+    """
+    from .triton_gradients import gradients
+
+    saved = saved._replace(action_ids=saved.action_ids.contiguous())
+    g, h = (None if grad is None else grad.contiguous() for grad in (grad_logps, grad_entropies))
+    with _on_device(head.hidden):
+        return gradients(head, saved, (g, h), needs)
+
+
+def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Launch on the tensor's GPU, whichever is current."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

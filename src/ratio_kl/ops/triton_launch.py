@@ -1,0 +1,228 @@
+"""Launches of the two passes' kernels: arguments, grids, tiles."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..kernels.dlogits import dlogits_kernel
+from ..kernels.merge import WARPS, merge_kernel
+from ..kernels.primitives import TRITON_DTYPES, fits_descriptor, operand_dtype, tile_source
+from ..kernels.rows import (
+    gather_kernel,
+    list_active_kernel,
+    list_kept_kernel,
+    scatter_kernel,
+)
+from ..kernels.score import score_kernel
+from ..kernels.tiles import Tile, precision, programs, tile_for
+from .contract import Head, Saved, Scores
+
+LISTED_AT_ONCE = 8192
+"""Rows that the one program of a listing looks at in a step."""
+
+
+class Part(NamedTuple):
+    """Active rows that are scored by one launch."""
+
+    hidden: Tensor
+    """[n, H]: head.hidden[start : start + n], or if there is a mask a copy of the active rows
+    start.. of it, of which there may be fewer."""
+    start: int
+    rows: Tensor | None
+    active: Tensor | None
+    """Numbers of all active rows, and on the device how many there are; None without a mask."""
+    partials: Tensor
+    """[n, 2 or 3, column tiles], what score leaves for merge."""
+    tile: Tile
+
+
+class Rows(NamedTuple):
+    """The rows that pass 2 computes, and what it knows about them."""
+
+    hidden: Tensor
+    """[n, H] in the compute dtype."""
+    saved: Saved
+    grads: tuple[Tensor | None, Tensor | None]
+    """(grad_logps, grad_entropies), contiguous [N] or None."""
+    rows: Tensor | None
+    positions: Tensor | None
+    """Numbers of these rows, and their positions, as kernels/rows.py; None if all are here."""
+    alpha: float
+    unscale: Tensor | None
+    """What dx is to be multiplied by: alpha, known on the host, and unscale, on the device."""
+
+
+def list_active(
+    mask: Tensor, ids: Tensor, scores: Scores, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """(rows, count) of the active rows.
+
+    Also writes the zeros of the inactive rows into scores, and its count of bad ids.
+    """
+    N = ids.shape[0]
+    rows = torch.empty(N, dtype=torch.int32, device=ids.device)
+    count = torch.empty(1, dtype=torch.int32, device=ids.device)
+    list_active_kernel[(1,)](
+        mask.view(torch.int8),
+        ids,
+        rows,
+        count,
+        *scores,
+        N,
+        vocab_size,
+        mask.stride(0),
+        ids.stride(0),
+        WITH_ENTROPY=scores.entropies.numel() > 0,
+        BLOCK_N=LISTED_AT_ONCE,
+        num_warps=8,
+    )
+    return rows, count
+
+
+def list_kept(
+    grads: tuple[Tensor | None, Tensor | None], saved: Saved
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows, positions, facts) of the rows with a gradient that is not zero (NaN is not).
+
+    facts: int64 [2], the number of those rows and saved.bad_ids.
+    """
+    N, device = saved.logps.shape[0], saved.logps.device
+    rows, positions = (torch.empty(N, dtype=torch.int32, device=device) for _ in range(2))
+    facts = torch.empty(2, dtype=torch.int64, device=device)
+    list_kept_kernel[(1,)](
+        *grads, saved.bad_ids, rows, positions, facts, N, BLOCK_N=LISTED_AT_ONCE, num_warps=8
+    )
+    return rows, positions, facts
+
+
+def gather_rows(matrix: Tensor, rows: Tensor, count: Tensor, out: Tensor, start: int = 0) -> None:
+    """out[i] = matrix[rows[start + i]] while start + i < count (on the device), in out's dtype."""
+    n, H = out.shape
+    gather_kernel[(n,)](matrix, rows, count, out, start, H, *matrix.stride(), BLOCK_H=1024)
+
+
+def scatter_rows(matrix: Tensor, positions: Tensor, out: Tensor) -> None:
+    """out[n] = matrix[positions[n]], 0 where that is -1, in out's dtype."""
+    N, H = out.shape
+    scatter_kernel[(N,)](matrix, positions, out, H, matrix.stride(0), BLOCK_H=1024)
+
+
+def score(head: Head, part: Part) -> None:
+    """Fill the part's partials."""
+    hidden, tile = part.hidden, part.tile
+    n, vocab_size = hidden.shape[0], head.vocab_size
+    hidden_tma, weight_tma = fits_descriptor(hidden), fits_descriptor(head.weight)
+    temperature = head.inverse_temperature
+    score_kernel[(programs(hidden.device),)](
+        tile_source(hidden, [tile.rows, tile.depth], hidden_tma),
+        tile_source(head.weight, [tile.columns, tile.depth], weight_tma),
+        head.bias,
+        head.logit_scale,
+        head.softcap,
+        temperature,
+        part.rows,
+        part.active,
+        part.partials,
+        part.start,
+        n,
+        vocab_size,
+        hidden.shape[1],
+        *hidden.stride(),
+        *head.weight.stride(),
+        0 if temperature is None or temperature.ndim == 0 else temperature.stride(0),
+        *part.partials.stride()[:2],
+        WITH_ENTROPY=part.partials.shape[1] == 3,
+        EVEN_V=vocab_size % tile.columns == 0,
+        DTYPE=TRITON_DTYPES[head.compute_dtype],
+        OPERAND=operand_dtype(hidden.device, head.compute_dtype),
+        PRECISION=precision(hidden.device, head.compute_dtype),
+        BLOCK_N=tile.rows,
+        BLOCK_V=tile.columns,
+        BLOCK_H=tile.depth,
+        GROUP=tile.group,
+        HIDDEN_TMA=hidden_tma,
+        WEIGHT_TMA=weight_tma,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def merge(head: Head, part: Part, ids: Tensor, scores: Scores) -> None:
+    """Write the scores of the part's rows, at their tokens; ids is [N]."""
+    hidden = part.hidden
+    temperature = head.inverse_temperature
+    merge_kernel[(hidden.shape[0],)](
+        hidden,
+        head.weight,
+        head.bias,
+        head.logit_scale,
+        head.softcap,
+        temperature,
+        part.rows,
+        part.active,
+        ids,
+        part.partials,
+        *scores[:4],
+        part.start,
+        head.vocab_size,
+        hidden.shape[1],
+        triton.cdiv(head.vocab_size, part.tile.columns),
+        *hidden.stride(),
+        *head.weight.stride(),
+        0 if temperature is None or temperature.ndim == 0 else temperature.stride(0),
+        ids.stride(0),
+        *part.partials.stride()[:2],
+        WITH_ENTROPY=part.partials.shape[1] == 3,
+        DTYPE=TRITON_DTYPES[head.compute_dtype],
+        BLOCK=32 * WARPS,
+        num_warps=WARPS,
+    )
+
+
+def dlogits(head: Head, work: Rows, weight: Tensor, out: Tensor, at: tuple[int, int]) -> None:
+    """out [n, c] = dx of work's rows and the vocabulary's columns from `at` on.
+
+    weight [c, H] is head.weight from that column on, in the compute dtype.
+    """
+    start, column_start = at
+    tile = tile_for(out.device, head.compute_dtype)
+    hidden = work.hidden[start : start + out.shape[0]]
+    hidden_tma, weight_tma, out_tma = map(fits_descriptor, (hidden, weight, out))
+    temperature = head.inverse_temperature
+    dlogits_kernel[(programs(out.device),)](
+        tile_source(hidden, [tile.rows, tile.depth], hidden_tma),
+        tile_source(weight, [tile.columns, tile.depth], weight_tma),
+        tile_source(out, [tile.rows, tile.columns // 2], out_tma),
+        head.bias,
+        head.logit_scale,
+        head.softcap,
+        temperature,
+        work.rows,
+        work.saved.action_ids,
+        work.saved.max,
+        work.saved.log_sum,
+        work.saved.entropies,
+        *work.grads,
+        start,
+        column_start,
+        *out.shape,
+        hidden.shape[1],
+        *hidden.stride(),
+        *weight.stride(),
+        0 if temperature is None or temperature.ndim == 0 else temperature.stride(0),
+        out.stride(0),
+        DTYPE=TRITON_DTYPES[head.compute_dtype],
+        OPERAND=operand_dtype(out.device, head.compute_dtype),
+        PRECISION=precision(out.device, head.compute_dtype),
+        BLOCK_N=tile.rows,
+        BLOCK_V=tile.columns,
+        BLOCK_H=tile.depth,
+        GROUP=tile.group,
+        HIDDEN_TMA=hidden_tma,
+        WEIGHT_TMA=weight_tma,
+        OUT_TMA=out_tma,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

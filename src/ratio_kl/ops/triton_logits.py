@@ -1,0 +1,103 @@
+"""ratio_kl on logits by Triton: allocation, and one launch each way.
+
+Importing this module needs no Triton.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from .contract import LogitsSaved, LogitsScores, out_of_range_error
+
+LANES, WIDTH = 512, 8
+"""Forward: lanes of a program, and the columns that each reads at once (16 bytes in 16 bits)."""
+
+BLOCK_V = 4096
+"""Backward: columns of a program."""
+
+
+def forward(
+    policy_logits: Tensor, ref_logits: Tensor, action_ids: Tensor, mask: Tensor, old_logps: Tensor
+) -> LogitsScores:
+    """Ratio and KL at each row: logits [N, V] or [B, T, V] of any strides, the rest without V.
+
+    mask is bool. No host read but on the CPU, where ids out of range raise.
+    """
+    from ..kernels.ratio_kl import ratio_kl_kernel
+
+    device, shape = policy_logits.device, action_ids.shape
+    ratio, kl, top, log_sum, delta = (
+        torch.empty(shape, dtype=torch.float32, device=device) for _ in range(5)
+    )
+    bad = torch.empty(shape, dtype=torch.int8, device=device)
+    if action_ids.numel() > 0:
+        with _on_device(policy_logits):
+            ratio_kl_kernel[(action_ids.numel(),)](
+                policy_logits,
+                ref_logits,
+                action_ids.contiguous(),
+                mask.contiguous().view(torch.int8),
+                old_logps.contiguous(),
+                ratio,
+                kl,
+                top,
+                log_sum,
+                delta,
+                bad,
+                shape[-1],
+                policy_logits.shape[-1],
+                *_strides(policy_logits),
+                *_strides(ref_logits),
+                LANES=LANES,
+                WIDTH=WIDTH,
+                num_warps=8,
+            )
+    bad_ids = bad.sum()
+    if device.type == "cpu" and bad_ids:
+        raise out_of_range_error(policy_logits.shape[-1], int(bad_ids))
+    return LogitsScores(ratio, kl, top, log_sum, delta, bad_ids)
+
+
+def backward(
+    policy_logits: Tensor,
+    action_ids: Tensor,
+    mask: Tensor,
+    saved: LogitsSaved,
+    grad_ratio: Tensor | None,
+    grad_kl: Tensor | None,
+) -> Tensor:
+    """Gradient of policy_logits, contiguous and in its dtype; exactly 0 on inactive rows."""
+    from ..kernels.ratio_kl import ratio_kl_backward_kernel
+
+    V = policy_logits.shape[-1]
+    gradient = torch.empty(
+        policy_logits.shape, dtype=policy_logits.dtype, device=policy_logits.device
+    )
+    if gradient.numel() > 0:
+        with _on_device(policy_logits):
+            ratio_kl_backward_kernel[(action_ids.numel() * -(-V // BLOCK_V),)](
+                policy_logits,
+                action_ids.contiguous(),
+                mask.contiguous().view(torch.int8),
+                *(entry.contiguous() for entry in saved),
+                None if grad_ratio is None else grad_ratio.contiguous(),
+                None if grad_kl is None else grad_kl.contiguous(),
+                gradient,
+                action_ids.shape[-1],
+                V,
+                *_strides(policy_logits),
+                BLOCK_V=BLOCK_V,
+                num_warps=8,
+            )
+    return gradient
+
+
+def _strides(logits: Tensor) -> tuple[int, ...]:
+    """Strides (batch, token, column); an [N, V] tensor is a batch of one."""
+    return (0, *logits.stride()) if logits.dim() == 2 else logits.stride()
+
+
+def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Launch on the tensor's GPU, whichever is current."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

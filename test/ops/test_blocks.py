@@ -1,0 +1,53 @@
+"""Blocks of pass 2: they cover everything once and keep to the budget."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratio_kl.ops.blocks import Side, even_part, plan
+
+ROW_STEP, COLUMN_STEP = 128, 256
+
+
+@given(
+    n=st.integers(1, 40_000),
+    vocab_size=st.integers(1, 160_000),
+    H=st.integers(1, 8192),
+    converted=st.sampled_from([0, 2]),
+    budget=st.integers(1, 1 << 29),
+)
+def test_blocks_cover_all_once_within_the_budget(n, vocab_size, H, converted, budget):
+    rows = Side(n, ROW_STEP, line_bytes=0, sum_bytes=4 * H)
+    columns = Side(vocab_size, COLUMN_STEP, line_bytes=converted * H, sum_bytes=4 * H)
+    blocks = plan(rows, columns, 2, budget, programs=132)
+    assert blocks.rows_outermost == (n > vocab_size)
+
+    row_parts = [range(r, min(r + blocks.rows, n)) for r in range(0, n, blocks.rows)]
+    if len(row_parts) * -(-vocab_size // blocks.columns) <= 1000:
+        walked = list(blocks.walk(n, vocab_size))
+        assert len(set(map(str, walked))) == len(walked)
+        area = sum((r.stop - r.start) * (c.stop - c.start) for r, c in walked)
+        assert area == n * vocab_size
+
+    height, width = min(blocks.rows, n), min(blocks.columns, vocab_size)
+    outer, inner = (height, width) if blocks.rows_outermost else (width, height)
+    cut_inner = inner < (vocab_size if blocks.rows_outermost else n)
+    used = 2 * height * width + converted * H * width + 4 * H * outer * cut_inner
+    one_tile = height <= ROW_STEP and width <= COLUMN_STEP
+    assert used <= budget or one_tile
+
+
+# 64 row tiles and 512 column tiles on 132 programs: parts of 64 would leave 31.03 rounds.
+def test_parts_leave_few_programs_idle():
+    rows, columns = Side(8192, 128, 0, 0), Side(131_072, 256, 0, 0)
+    blocks = plan(rows, columns, 2, 1 << 28, programs=132)
+    tiles = 64 * blocks.columns // 256
+    assert -(-tiles // 132) * 132 / tiles < 1.015
+
+
+@pytest.mark.parametrize(
+    ("total", "most", "step", "part"),
+    [(8192, 5461, 128, 4096), (8192, 2690, 128, 2048), (5, 1000, 128, 128), (300, 1, 128, 128)],
+)
+def test_even_part(total, most, step, part):
+    assert even_part(total, most, step) == part

@@ -1,0 +1,304 @@
+"""The Triton backend's two passes against float64 full logits.
+
+Runs in Triton's interpreter where there is no GPU (tiles of 64 x 64 x 32), else on the GPU.
+"""
+
+import dataclasses
+from itertools import product
+
+import pytest
+import torch
+
+from kernels.head_cases import (
+    ALL,
+    MODIFIERS,
+    Case,
+    assert_right,
+    expected,
+    make_case,
+    relative_error,
+    run,
+)
+from ratio_kl.ops import triton_backend
+from ratio_kl.ops.contract import Needs, Saved
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter computes in numpy, which warns of the NaN and inf that kernels select away.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+HALF = (torch.bfloat16, torch.float16)
+
+
+def with_head(case: Case, **changes) -> Case:
+    return case._replace(head=dataclasses.replace(case.head, **changes))
+
+
+# V: one column, less than a tile, a tile less and more one, two tiles and one, many.
+# N: one row, part of a tile, two tiles and one. H: no multiple of the depth 32, of 8, of anything.
+SIZES = [
+    *((5, V, H) for V, H in zip((1, 7, 63, 65, 127, 1000), (16, 40, 33, 16, 40, 33), strict=True)),
+    *product((1, 129), (129,), (40,)),
+    (129, 7, 33),
+]
+
+
+@pytest.mark.parametrize("modifiers", [(), MODIFIERS], ids=["plain", "modified"])
+@pytest.mark.parametrize(("N", "V", "H"), SIZES)
+def test_sizes(N, V, H, modifiers):
+    assert_right(make_case(N, V, H, modifiers=modifiers, mask=True, device=DEVICE))
+
+
+# 70 rows and 130 columns: two row tiles and three column tiles, both with a tail.
+@pytest.mark.parametrize("modifier", MODIFIERS)
+def test_each_modifier_alone(modifier):
+    assert_right(make_case(70, 130, 40, modifiers=(modifier,), device=DEVICE))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("modifiers", [(), MODIFIERS], ids=["plain", "modified"])
+def test_half_precision(dtype, modifiers):
+    assert_right(make_case(70, 130, 40, modifiers=modifiers, mask=True, dtype=dtype, device=DEVICE))
+
+
+@pytest.mark.parametrize("temperature", [0.1, 2.0])
+def test_one_temperature_for_all_rows(temperature):
+    inverse = torch.tensor(1 / temperature, device=DEVICE)
+    assert_right(with_head(make_case(5, 130, 40, device=DEVICE), inverse_temperature=inverse))
+
+
+# Down to one tile; larger blocks; rows outermost where there are more of them than columns.
+@pytest.mark.parametrize("chunk_bytes", [1, 40_000])
+@pytest.mark.parametrize(("N", "V"), [(70, 130), (70, 40)])
+def test_chunk_bytes_changes_no_score_and_gradients_by_rounding(N, V, chunk_bytes):
+    case = make_case(N, V, 40, mask=True, modifiers=("bias",), device=DEVICE)
+    cut = with_head(case, chunk_bytes=chunk_bytes)
+    for whole, part in zip(run(case)[0], run(cut)[0], strict=True):
+        assert torch.equal(whole, part)
+    assert_right(cut)
+
+
+@pytest.mark.parametrize("compute_dtype", [torch.float32, *HALF])
+def test_mixed_dtypes(compute_dtype):
+    """hidden bf16, weight fp32, as under autocast or with an fp32 head (Liger-Kernel#305)."""
+    case = make_case(70, 130, 40, modifiers=("bias",), device=DEVICE)
+    hidden = case.head.hidden.to(compute_dtype).to(torch.bfloat16)
+    weight = case.head.weight.to(compute_dtype).float()
+    case = with_head(case, hidden=hidden, weight=weight, compute_dtype=compute_dtype)
+    if compute_dtype == torch.float16:
+        case = with_head(case, hidden=hidden.half().to(torch.bfloat16))
+    gradients = assert_right(case, tolerance=8e-3)[1]
+    assert gradients.hidden.dtype == torch.bfloat16
+    assert gradients.weight.dtype == torch.float32
+    in_fp32 = run(case, Needs(True, True, True, in_logits_dtype=True))[1]
+    assert {g.dtype for g in in_fp32} == {torch.float32}
+
+
+def test_strides_and_misaligned_rows_give_bitwise_the_same():
+    """The pointer path, with tiles as the descriptors': aligned rows are the reference."""
+    case = make_case(70, 130, 40, modifiers=MODIFIERS, mask=True, device=DEVICE)
+
+    def moved(matrix, stride, offset):
+        space = torch.full((matrix.shape[0] * stride + offset,), torch.nan, device=DEVICE)
+        view = space[offset:].view(-1, stride)[:, : matrix.shape[1]]
+        return view.copy_(matrix)
+
+    reference = run(case)
+    for hidden, weight in (
+        (moved(case.head.hidden, 43, 1), moved(case.head.weight, 41, 3)),
+        (case.head.hidden.T.contiguous().T, case.head.weight.T.contiguous().T),
+    ):
+        scores, gradients = run(with_head(case, hidden=hidden, weight=weight))
+        for name, actual, wanted in zip(scores._fields, scores, reference[0], strict=True):
+            assert torch.equal(actual, wanted), name
+        for actual, wanted in zip(gradients, reference[1], strict=True):
+            assert relative_error(actual, wanted) < 1e-6
+
+
+@pytest.mark.parametrize("only", ["hidden", "weight", "bias"])
+def test_needs(only):
+    case = make_case(5, 130, 40, modifiers=("bias",), device=DEVICE)
+    needs = Needs(**{name: name == only for name in ("hidden", "weight", "bias")})
+    gradients = run(case, needs)[1]
+    wanted = expected(case)
+    for name in ("hidden", "weight", "bias"):
+        gradient = getattr(gradients, name)
+        assert (gradient is None) == (name != only)
+        if gradient is not None:
+            assert relative_error(gradient, getattr(wanted, name)) < 1e-6
+
+
+def test_entropy_or_logp_gradient_alone():
+    case = make_case(70, 130, 40, device=DEVICE)
+    assert_right(case._replace(grad_entropies=None))
+    assert_right(case._replace(grad_logps=None))
+
+
+def test_zero_and_nan_coefficients():
+    """Rows with zero coefficients are not read in pass 2; NaN is not zero and stays visible."""
+    case = make_case(70, 130, 40, device=DEVICE)
+    scores, _ = run(case)
+    zero = case._replace(grad_logps=torch.zeros_like(case.grad_logps), grad_entropies=None)
+    assert all(not g.any() for g in run(zero)[1] if g is not None)
+
+    spoilt = case.head.hidden.clone()
+    spoilt[3] = torch.nan
+    grads = case.grad_logps.clone()
+    grads[3] = 0
+    one_out = with_head(case._replace(grad_logps=grads, grad_entropies=None), hidden=spoilt)
+    after = triton_backend.backward(one_out.head, saved_of(case, scores), grads, None, needs=ALL)
+    assert not after.hidden[3].any()
+    assert after.weight.isfinite().all()
+    grads[3] = torch.nan
+    after = triton_backend.backward(case.head, saved_of(case, scores), grads, None, needs=ALL)
+    assert after.hidden[3].isnan().all()
+    assert after.hidden[4].isfinite().all()
+
+
+def saved_of(case, scores):
+    return Saved(
+        case.ids, scores.logps, scores.max, scores.log_sum, scores.entropies, scores.bad_ids
+    )
+
+
+def test_a01_a10_a11_inactive_rows_are_isolated():
+    """NaN and inf rows, any id under mask 0 (RL-Kernel#161, prime-rl#1525): exact zeros."""
+    case = make_case(70, 130, 40, mask=True, device=DEVICE)
+    off = ~case.mask
+    hidden, ids = case.head.hidden.clone(), case.ids.clone()
+    hidden[off] = torch.nan
+    ids[off] = torch.tensor([-100, 130, 2**40], device=DEVICE)[torch.arange(int(off.sum())) % 3]
+    clean, spoilt = run(case), run(with_head(case, hidden=hidden)._replace(ids=ids))
+    for result in zip((*clean[0], *clean[1][:2]), (*spoilt[0], *spoilt[1][:2]), strict=True):
+        assert torch.equal(*result)
+    for score in spoilt[0][:4]:
+        assert not score[off].any()
+    assert not spoilt[1].hidden[off].any()
+
+
+@pytest.mark.parametrize("place", [0, 100, 258])
+def test_a04_all_but_one_logit_is_minus_infinity(place):
+    """Whole tiles at -inf (flash-attention#1930): the finite one in the first, middle, last."""
+    case = make_case(5, 259, 16, modifiers=("bias",), device=DEVICE)
+    bias = torch.full((259,), -torch.inf, device=DEVICE)
+    bias[place] = 10
+    case = with_head(case, bias=bias)._replace(ids=torch.full((5,), place, device=DEVICE))
+    scores, gradients = run(case)
+    # The action's logit is summed in another order than its tile's: 0 up to that rounding.
+    torch.testing.assert_close(scores.logps, torch.zeros_like(scores.logps), rtol=0, atol=2e-6)
+    assert not scores.entropies.any()
+    assert all(g.isfinite().all() for g in gradients)
+    assert not gradients.weight[:place].any()
+
+
+def test_a05_entropy_of_zero_probability():
+    """p log p with p = 0 (trl#7221): entropies 0 and ln 2, finite gradients."""
+    case = make_case(2, 3, 16, modifiers=("bias",), device=DEVICE)
+    weight = torch.zeros_like(case.head.weight)
+    bias = torch.tensor([0.0, 0.0, -torch.inf], device=DEVICE)
+    case = with_head(case, weight=weight, bias=bias)
+    case = case._replace(ids=torch.zeros(2, dtype=torch.long, device=DEVICE))
+    scores, gradients = run(case)
+    wanted = torch.full((2,), 2.0).log()
+    torch.testing.assert_close(scores.entropies.cpu(), wanted, rtol=1e-6, atol=0)
+    assert all(g.isfinite().all() for g in gradients)
+    scores, gradients = run(with_head(case, bias=torch.tensor([0.0, -torch.inf, -torch.inf])
+                                      .to(DEVICE)))  # fmt: skip
+    assert not scores.entropies.any()
+    assert all(g.isfinite().all() for g in gradients)
+
+
+@pytest.mark.parametrize(("peak", "wanted"), [(-80.0, 0.0), (-200.0, -6.907755278982137)])
+def test_a09_tail_columns_are_not_counted(peak, wanted):
+    """Rows past V loaded as 0 joined the denominator (verl#2656); all logits far below 0."""
+    V = 1000
+    case = make_case(2, V, 16, device=DEVICE)
+    weight = torch.full((V, 16), -200 / 16, device=DEVICE)
+    weight[3] = peak / 16
+    case = with_head(case, hidden=torch.ones_like(case.head.hidden), weight=weight)
+    scores, _ = run(case._replace(ids=torch.full((2,), 3, device=DEVICE)))
+    assert scores.logps.tolist() == pytest.approx([wanted] * 2, abs=2e-6)
+
+
+def test_a_common_offset_costs_no_digits():
+    """Logits near 1e6 that float32 holds exactly; one lse would be off by 3 %."""
+    case = make_case(5, 130, 16, device=DEVICE)
+    hidden = torch.zeros_like(case.head.hidden)
+    hidden[:, 0], hidden[:, 1] = 1024.0, 1.0
+    weight = torch.zeros_like(case.head.weight)
+    weight[:, 0] = 1024.0
+    weight[:, 1] = torch.arange(130, device=DEVICE) % 8
+    case = with_head(case, hidden=hidden, weight=weight)
+    (scores, gradients), wanted = run(case), expected(case)
+    torch.testing.assert_close(scores.logps.double(), wanted.logps, rtol=1e-6, atol=0)
+    torch.testing.assert_close(scores.entropies.double(), wanted.entropies, rtol=1e-6, atol=0)
+    assert relative_error(gradients.weight, wanted.weight) < 1e-5
+
+
+def test_invalid_logits_of_active_rows_stay_visible():
+    case = make_case(3, 130, 40, modifiers=("bias",), device=DEVICE)
+    hidden = case.head.hidden.clone()
+    hidden[1, 0] = torch.nan
+    scores, _ = run(with_head(case, hidden=hidden))
+    assert scores.logps.isnan().tolist() == [False, True, False]
+    assert scores.entropies.isnan().tolist() == [False, True, False]
+    bias = torch.full((130,), -torch.inf, device=DEVICE)
+    assert run(with_head(case, bias=bias))[0].logps.isnan().all()
+    bias = torch.zeros(130, device=DEVICE)
+    bias[7] = torch.inf
+    assert run(with_head(case, bias=bias))[0].logps.isnan().all()
+
+
+def test_ids_out_of_range():
+    """On the CPU at once, on a GPU at the backward's host read, logp NaN until then."""
+    case = make_case(5, 130, 40, modifiers=("vocab_size",), device=DEVICE)
+    ids = case.ids.clone()
+    ids[1], ids[2] = -1, case.head.vocab_size
+    case = case._replace(ids=ids)
+    message = r"action_ids must lie in \[0, 127\).* 2 active token"
+    with pytest.raises(ValueError, match=message):
+        run(case)
+    if DEVICE == "cuda":
+        scores = triton_backend.forward(case.head, ids, None, with_entropy=False)
+        assert scores.logps.isnan().tolist() == [False, True, True, False, False]
+        assert int(scores.bad_ids) == 2
+
+
+@pytest.mark.parametrize("mask", [None, torch.zeros(0, dtype=torch.bool, device=DEVICE)])
+def test_no_rows(mask):
+    case = make_case(0, 130, 40, device=DEVICE)._replace(mask=mask)
+    scores, gradients = run(case)
+    assert scores.logps.shape == (0,)
+    assert not gradients.weight.any()
+
+
+def test_all_rows_masked():
+    case = make_case(5, 130, 40, device=DEVICE)
+    none = torch.zeros(5, device=DEVICE)
+    case = case._replace(mask=none.bool(), grad_logps=none, grad_entropies=none)
+    scores, gradients = run(case)
+    assert not any(score.any() for score in scores)
+    assert not gradients.hidden.any()
+    assert not gradients.weight.any()
+
+
+def test_inputs_are_not_written():
+    case = make_case(70, 130, 40, modifiers=MODIFIERS, mask=True, device=DEVICE)
+    tensors = [
+        value
+        for value in (*vars(case.head).values(), case.ids, case.mask, *case[3:])
+        if isinstance(value, torch.Tensor)
+    ]
+    before = [value.clone() for value in tensors]
+    run(case)
+    assert all(map(torch.equal, tensors, before))
+
+
+def test_unavailable_reason():
+    cpu, reason = torch.device("cpu"), triton_backend.unavailable_reason
+    assert "float64" in reason(cpu, torch.float64)
+    assert "meta" in reason(torch.device("meta"), torch.float32)
+    if DEVICE == "cpu":
+        assert reason(cpu, torch.float32) is None
+    else:
+        assert "CPU" in reason(cpu, torch.float32)
+        assert reason(torch.device("cuda", 0), torch.bfloat16) is None
