@@ -184,6 +184,6 @@ def _config(config: RatioKLConfig | None, options: dict[str, object]) -> RatioKL
     for name in options:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = f"; did you mean {close[0]}?" if close else "."
             raise ValueError(f"unknown option {name}{hint} Known options: {', '.join(known)}")
     return RatioKLConfig(**options)  # type: ignore[arg-type]

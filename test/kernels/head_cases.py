@@ -68,9 +68,7 @@ def make_case(
 def run(case: Case, needs: Needs = ALL, with_entropy: bool = True) -> tuple[Scores, Gradients]:
     """Both passes of the Triton backend."""
     scores = triton_backend.forward(case.head, case.ids, case.mask, with_entropy=with_entropy)
-    saved = Saved(
-        case.ids, scores.logps, scores.max, scores.log_sum, scores.entropies, scores.bad_ids
-    )
+    saved = Saved(case.ids, scores.logps, scores.max, scores.log_sum, scores.entropies)
     return scores, triton_backend.backward(
         case.head, saved, case.grad_logps, case.grad_entropies, needs=needs
     )

@@ -185,9 +185,7 @@ def test_a38_memory():
     case = make_case(N, V, H, dtype=torch.bfloat16, device="cuda", entropy=False)
     case = with_head(case, chunk_bytes=chunk_bytes)
     scores, _ = run(case, HIDDEN_AND_WEIGHT)
-    saved = Saved(
-        case.ids, scores.logps, scores.max, scores.log_sum, scores.entropies, scores.bad_ids
-    )
+    saved = Saved(case.ids, scores.logps, scores.max, scores.log_sum, scores.entropies)
 
     def backward(needs: Needs) -> int:
         return peak_beyond(

@@ -106,11 +106,7 @@ def test_one_gradient_alone():
 def test_ids_out_of_range():
     policy, ref, ids, mask, old = inputs(65)
     ids[0, 0] = 65
-    if DEVICE == "cpu":
-        with pytest.raises(ValueError, match=r"action_ids must lie in \[0, 65\).* 1 active"):
-            triton_logits.forward(policy, ref, ids, mask, old)
-    else:
-        scores = triton_logits.forward(policy, ref, ids, mask, old)
-        assert int(scores.bad_ids) == 1
-        assert scores.ratio[0, 0].isnan()
-        assert scores.kl[0, 0].isnan()
+    scores = triton_logits.forward(policy, ref, ids, mask, old)
+    assert int(scores.bad_ids) == 1
+    assert scores.ratio[0, 0].isnan()
+    assert scores.kl[0, 0].isnan()

@@ -26,13 +26,10 @@ def check_count(bad: Tensor, make_error: MakeError, *, at_once: bool) -> None:
     Raises:
         ValueError: this count is known and not zero, or an earlier call's has arrived and is not.
     """
-    if bad.device.type != "cuda":
-        if count := int(bad):
-            raise make_error(count)
+    on_cuda = bad.device.type == "cuda"
+    if on_cuda and torch.cuda.is_current_stream_capturing():
         return
-    if torch.cuda.is_current_stream_capturing():
-        return
-    if at_once:
+    if at_once or not on_cuda:
         if count := int(bad):
             raise make_error(count)
         return
@@ -51,6 +48,8 @@ def raise_pending(*, wait: bool) -> None:
     With `wait` the host waits for every count that is still on its way (one synchronisation);
     without it only those that have arrived are looked at.
     """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
     while _pending:
         on_host, arrived, make_error = _pending[0]
         if not wait and not arrived.query():

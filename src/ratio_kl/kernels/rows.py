@@ -62,10 +62,9 @@ def list_active_kernel(
 def list_kept_kernel(
     grad_logps_ptr,
     grad_entropies_ptr,
-    bad_ids_ptr,
     rows_ptr,
     positions_ptr,
-    facts_ptr,
+    count_ptr,
     N,
     BLOCK_N: tl.constexpr,
 ):
@@ -79,8 +78,7 @@ def list_kept_kernel(
             keep = keep | (tl.load(grad_entropies_ptr + n, mask=n < N, other=0.0) != 0)
         position, count = append_rows(keep, n, count, rows_ptr)
         tl.store(positions_ptr + n, tl.where(keep, position, -1), mask=n < N)
-    tl.store(facts_ptr, count.to(tl.int64))
-    tl.store(facts_ptr + 1, tl.load(bad_ids_ptr))
+    tl.store(count_ptr, count)
 
 
 @triton.jit(do_not_specialize=["start"])

@@ -38,8 +38,8 @@ class Tokens:
     sampling_ratio: Tensor | None
     """1 on inactive tokens."""
     sampling_ratio_is_per_token: bool
-    row_temperature: Tensor | None
-    """1 on inactive tokens; None if the call gave no tensor."""
+    temperature: Tensor | None
+    """0-d, or one entry a token and 1 on inactive ones; None if the call gave no tensor."""
 
 
 def read_tokens(
@@ -89,10 +89,8 @@ def read_tokens(
         sampling_ratio_is_per_token=(
             isinstance(sampling_ratio, Tensor) and read.is_per_token(sampling_ratio)
         ),
-        row_temperature=(
-            read.broadcast("temperature", temperature, mask, neutral=1)
-            if isinstance(temperature, Tensor)
-            else None
+        temperature=(
+            read.temperature(temperature, mask) if isinstance(temperature, Tensor) else None
         ),
     )
 
@@ -130,6 +128,13 @@ class _Reader:
         else:
             values = self.layout.spread(self.layout.from_caller(values))
         return torch.where(mask, values, neutral)
+
+    def temperature(self, value: Tensor, mask: Tensor) -> Tensor:
+        """A tensor temperature: 0-d as it is, else at each token."""
+        if value.dim() > 0:
+            return self.broadcast("temperature", value, mask, neutral=1)
+        check_device("temperature", check_floating("temperature", value), self.device)
+        return value.detach()
 
     def is_per_token(self, tensor: Tensor) -> bool:
         """Whether a checked argument has one entry a token.

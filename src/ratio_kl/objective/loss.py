@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks.arguments import check_head, check_shape
+from ..checks.arguments import check_device, check_floating, check_head, check_shape
 from ..config import RatioKLConfig, check_positive_int, check_real_option
 from ..distributed.groups import resolve
 from ..ops.passes import Execution, HeadRows, LogitModifiers, logits_dtype_of, pass_one
@@ -67,7 +67,7 @@ def linear_policy_loss(call: Call, config: RatioKLConfig, runtime: Runtime) -> L
         temperature=call.temperature,
         cu_seqlens=call.cu_seqlens,
     )
-    step = _step(call, config, runtime.process_group)
+    step = _step(call, tokens, config, runtime.process_group)
     rows = HeadRows(
         hidden=hidden.reshape(-1, hidden.shape[-1]),
         weight=weight,
@@ -88,7 +88,8 @@ def linear_policy_loss(call: Call, config: RatioKLConfig, runtime: Runtime) -> L
         shape = tokens.layout.shape
         return surrogate_loss(logps.reshape(shape), entropies.reshape(shape), tokens, config, step)
 
-    if runtime.grads == "forward" and torch.is_grad_enabled():
+    trains = any(leaf is not None and leaf.requires_grad for leaf in (hidden, weight, bias))
+    if runtime.grads == "forward" and torch.is_grad_enabled() and trains:
         return loss_with_stashed_gradients(rows, surrogate)
     scores = pass_one(rows, with_entropy=True)
     return surrogate(scores.logps, scores.entropies)
@@ -108,8 +109,10 @@ def _reference_rows(call: Call, rows: HeadRows, config: RatioKLConfig) -> HeadRo
         )
     if call.ref_hidden is None:
         return None
+    ref_hidden = check_floating("ref_hidden", call.ref_hidden)
+    check_device("ref_hidden", ref_hidden, call.hidden.device)
     hidden, weight, bias = check_head(
-        call.ref_hidden,
+        ref_hidden,
         call.weight if call.ref_weight is None else call.ref_weight,
         call.bias if call.ref_bias is None else call.ref_bias,
         prefix="ref_",
@@ -121,8 +124,9 @@ def _reference_rows(call: Call, rows: HeadRows, config: RatioKLConfig) -> HeadRo
 
 def _modifiers(call: Call, tokens: Tokens, config: RatioKLConfig) -> LogitModifiers:
     temperature: float | Tensor
-    if tokens.row_temperature is not None:
-        temperature = tokens.row_temperature.reshape(-1)
+    if tokens.temperature is not None:
+        temperature = tokens.temperature
+        temperature = temperature if temperature.dim() == 0 else temperature.reshape(-1)
     elif call.temperature is not None:
         check_real_option("temperature", call.temperature)
         temperature = call.temperature
@@ -131,7 +135,7 @@ def _modifiers(call: Call, tokens: Tokens, config: RatioKLConfig) -> LogitModifi
     return LogitModifiers(temperature, config.logit_scale, config.softcap, config.vocab_size)
 
 
-def _step(call: Call, config: RatioKLConfig, process_group: object) -> Step:
+def _step(call: Call, tokens: Tokens, config: RatioKLConfig, process_group: object) -> Step:
     check_positive_int("gradient_accumulation_steps", call.gradient_accumulation_steps)
     entropy_coef = config.entropy_coef if call.entropy_coef is None else call.entropy_coef
     if isinstance(entropy_coef, Tensor):
@@ -139,7 +143,8 @@ def _step(call: Call, config: RatioKLConfig, process_group: object) -> Step:
             raise ValueError(
                 f"entropy_coef must have one element; got shape {list(entropy_coef.shape)}"
             )
-        entropy_coef = entropy_coef.detach().reshape(()).to(call.hidden.device)
+        like = tokens.advantages
+        entropy_coef = entropy_coef.detach().reshape(()).to(like.device, like.dtype)
     else:
         check_real_option("entropy_coef", entropy_coef)
     return Step(

@@ -130,6 +130,7 @@ def linear_ratio_kl(
         chunk_bytes=chunk_bytes,
     )
     if ref_hidden is not None:
+        check_device("ref_hidden", check_floating("ref_hidden", ref_hidden), hidden.device)
         ref_weight = weight if ref_weight is None else ref_weight
         ref_bias = bias if ref_bias is None else ref_bias
         check_head(ref_hidden, ref_weight, ref_bias, prefix="ref_")

@@ -64,8 +64,7 @@ class Scores(NamedTuple):
     log_sum: Tensor
     """log(sum(exp(z - max)))."""
     bad_ids: Tensor
-    """0-d int64: number of active rows whose id is outside [0, vocab_size). A backend on the CPU
-    raises instead."""
+    """0-d int64: number of active rows whose id is outside [0, vocab_size). Their logp is NaN."""
 
 
 class Saved(NamedTuple):
@@ -78,7 +77,6 @@ class Saved(NamedTuple):
     log_sum: Tensor
     entropies: Tensor
     """[N] each, as Scores; entropies of size 0 if not asked for."""
-    bad_ids: Tensor
 
 
 class Needs(NamedTuple):

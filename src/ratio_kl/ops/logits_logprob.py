@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..checks.values import check_count
+from ..checks.values import check_count, raise_pending
 from .backends import backend_for
 from .contract import LogitsSaved, out_of_range_error
 
@@ -55,6 +55,7 @@ def logits_ratio_kl_backward_op(
     module = backend_for("logits", backend, policy_logits.device, policy_logits.dtype)
     saved = LogitsSaved(ratio=ratio, delta=delta, max=peak, log_sum=log_sum)
     gradient: Tensor = module.backward(policy_logits, action_ids, mask, saved, grad_ratio, grad_kl)
+    raise_pending(wait=False)
     return gradient
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..checks.values import check_count
+from ..checks.values import check_count, raise_pending
 from .backends import backend_for
 from .contract import Head, Needs, Saved, out_of_range_error
 
@@ -89,7 +89,6 @@ def linear_logprob_backward_op(
     entropies: Tensor,
     peak: Tensor,
     log_sum: Tensor,
-    bad_ids: Tensor,
     grad_logps: Tensor | None,
     grad_entropies: Tensor | None,
     vocab_size: int,
@@ -113,16 +112,18 @@ def linear_logprob_backward_op(
         compute_dtype=compute_dtype,
         chunk_bytes=chunk_bytes,
     )
-    saved = Saved(action_ids, logps, peak, log_sum, entropies, bad_ids)
+    saved = Saved(action_ids, logps, peak, log_sum, entropies)
     needs = Needs(need_hidden, need_weight, need_bias, in_logits_dtype)
     module = backend_for("backend", backend, hidden.device, compute_dtype)
     gradients = module.backward(head, saved, grad_logps, grad_entropies, needs=needs)
+    # The backend has waited for the device, so the counts of this call's forward are here.
+    raise_pending(wait=False)
     return [hidden.new_empty(0) if gradient is None else gradient for gradient in gradients]
 
 
 @linear_logprob_backward_op.register_fake
 def _(hidden, weight, bias, action_ids, inverse_temperature, logit_scale, softcap, logps,
-      entropies, peak, log_sum, bad_ids, grad_logps, grad_entropies, vocab_size, compute_dtype,
+      entropies, peak, log_sum, grad_logps, grad_entropies, vocab_size, compute_dtype,
       backend, chunk_bytes, need_hidden, need_weight, need_bias, in_logits_dtype):  # fmt: skip
     leaves = ((hidden, need_hidden), (weight, need_weight), (bias, need_bias))
     return [
@@ -141,7 +142,7 @@ def _save_for_backward(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(peak, log_sum, bad_ids)
     ctx.save_for_backward(
         mask, hidden, weight, bias, action_ids, inverse_temperature, logit_scale, softcap,
-        logps, entropies, peak, log_sum, bad_ids,
+        logps, entropies, peak, log_sum,
     )  # fmt: skip
     ctx.with_entropy = with_entropy
     ctx.knobs = (vocab_size, compute_dtype, backend, chunk_bytes)

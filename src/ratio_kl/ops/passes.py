@@ -104,7 +104,6 @@ def pass_two(
         scores.entropies,
         scores.max,
         scores.log_sum,
-        scores.bad_ids,
         grad_logps,
         grad_entropies,
         inputs.vocab_size,

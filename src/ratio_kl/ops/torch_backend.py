@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .contract import Gradients, Head, Needs, Saved, Scores, out_of_range_error
+from .contract import Gradients, Head, Needs, Saved, Scores
 from .tiling import LogitTiles, select, tile_view
 
 # Stands in for -inf where it meets a zero (0 * -inf is NaN); exp of it is exactly 0.
@@ -25,8 +25,6 @@ def forward(head: Head, action_ids: Tensor, mask: Tensor | None, *, with_entropy
     rows = None if mask is None or bool(mask.all()) else mask.nonzero().squeeze(1)
     ids = select(action_ids, rows).to(torch.int64)
     bad_ids = ((ids < 0) | (ids >= head.vocab_size)).sum()
-    if bad_ids.device.type == "cpu" and bad_ids:
-        raise out_of_range_error(head.vocab_size, int(bad_ids))
     tiles = LogitTiles(head, rows, buffers=2)
     sums = _OnlineSums(ids, tiles.dtype, with_entropy)
     for columns in tiles.column_blocks():
@@ -55,8 +53,6 @@ def backward(
     needs: Needs,
 ) -> Gradients:
     """Pass 2 (contract.py). Rows whose coefficients are both exactly zero are left out."""
-    if saved.bad_ids.device.type != "cpu" and saved.bad_ids:
-        raise out_of_range_error(head.vocab_size, int(saved.bad_ids))
     rows = _rows_with_coefficient(grad_logps, grad_entropies)
     state = _RowState.select(saved, grad_logps, grad_entropies, rows)
     buffers = 3 + (head.softcap is not None)

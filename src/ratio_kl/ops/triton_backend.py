@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .blocks import even_part
-from .contract import Gradients, Head, Needs, Saved, Scores, out_of_range_error
+from .contract import Gradients, Head, Needs, Saved, Scores
 
 FORWARD_BYTES = 32 * 1024 * 1024
 """Pass 1 takes no more than this for its temporaries, however large chunk_bytes is."""
@@ -35,7 +35,7 @@ def unavailable_reason(device: torch.device, compute_dtype: torch.dtype) -> str 
 
 
 def forward(head: Head, action_ids: Tensor, mask: Tensor | None, *, with_entropy: bool) -> Scores:
-    """Pass 1 (contract.py). No host read but on the CPU, where ids out of range raise.
+    """Pass 1 (contract.py). No host read.
 
     Temporaries: the partials and the active rows of a launch, at most min(chunk_bytes, 32 MiB)
     together but at least one row tile, and 4 N bytes of row numbers if there is a mask.
@@ -53,8 +53,6 @@ def forward(head: Head, action_ids: Tensor, mask: Tensor | None, *, with_entropy
         return scores
     with _on_device(head.hidden):
         _score_all(head, action_ids, mask, scores)
-    if device.type == "cpu" and bad_ids:
-        raise out_of_range_error(head.vocab_size, int(bad_ids))
     return scores
 
 
@@ -96,7 +94,6 @@ def backward(
     """Pass 2 (contract.py). One host read; none while a CUDA graph is captured.
 
     Rows whose gradients are exactly zero are left out (NaN is not zero).
-    Raises ValueError if pass 1 met ids out of range.
     """
     from .triton_gradients import gradients
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.tiles import programs, tile_for
 from .blocks import Plan, Side, plan
-from .contract import Gradients, Head, Needs, Saved, out_of_range_error
+from .contract import Gradients, Head, Needs, Saved
 from .triton_launch import Rows, dlogits, gather_rows, list_kept, scatter_rows
 
 FP16_TARGET = 2.0**13
@@ -104,24 +104,22 @@ def _scaled(grads: tuple[Tensor | None, Tensor | None], gain: Tensor | None):
 
 def _kept(head: Head, saved: Saved, grads: tuple[Tensor | None, Tensor | None]) -> Rows | None:
     """The rows with a gradient, for one host read; None if there are none."""
-    rows, positions, facts = list_kept(grads, saved)
+    rows, positions, count = list_kept(grads)
     alpha = 1.0
     if head.compute_dtype == torch.float16:
         gain = _gain(head, saved, grads)
         grads = _scaled(grads, gain)
-        n, bad, host_gain = torch.cat((facts.double(), gain[None])).tolist()
+        n, host_gain = torch.cat((count.double(), gain[None])).tolist()
         alpha = 1 / host_gain
     else:
-        n, bad = facts.tolist()
-    if bad > 0:
-        raise out_of_range_error(head.vocab_size, int(bad))
+        n = count.item()
     if n == 0:
         return None
     if n == rows.shape[0]:
         hidden = head.hidden.to(head.compute_dtype)
         return Rows(hidden, saved, grads, None, None, alpha, None)
     hidden = head.hidden.new_empty((int(n), head.hidden.shape[1]), dtype=head.compute_dtype)
-    gather_rows(head.hidden, rows, facts, hidden)
+    gather_rows(head.hidden, rows, count, hidden)
     return Rows(hidden, saved, grads, rows, positions, alpha, None)
 
 

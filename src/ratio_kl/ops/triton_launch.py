@@ -81,20 +81,14 @@ def list_active(
     return rows, count
 
 
-def list_kept(
-    grads: tuple[Tensor | None, Tensor | None], saved: Saved
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows, positions, facts) of the rows with a gradient that is not zero (NaN is not).
-
-    facts: int64 [2], the number of those rows and saved.bad_ids.
-    """
-    N, device = saved.logps.shape[0], saved.logps.device
+def list_kept(grads: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows, positions, count) of the rows with a gradient that is not zero (NaN is not)."""
+    like = next(grad for grad in grads if grad is not None)
+    N, device = like.shape[0], like.device
     rows, positions = (torch.empty(N, dtype=torch.int32, device=device) for _ in range(2))
-    facts = torch.empty(2, dtype=torch.int64, device=device)
-    list_kept_kernel[(1,)](
-        *grads, saved.bad_ids, rows, positions, facts, N, BLOCK_N=LISTED_AT_ONCE, num_warps=8
-    )
-    return rows, positions, facts
+    count = torch.empty(1, dtype=torch.int32, device=device)
+    list_kept_kernel[(1,)](*grads, rows, positions, count, N, BLOCK_N=LISTED_AT_ONCE, num_warps=8)
+    return rows, positions, count
 
 
 def gather_rows(matrix: Tensor, rows: Tensor, count: Tensor, out: Tensor, start: int = 0) -> None:

@@ -1,0 +1,74 @@
+"""Counts of bad values on the CPU, and the order in which late ones are reported.
+
+What an accelerator's copy brings is played by entries of the queue here.
+"""
+
+from collections import deque
+
+import pytest
+import torch
+
+from ratio_kl.checks import values
+
+
+def error_of(count: int) -> ValueError:
+    return ValueError(f"{count} bad")
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_on_the_cpu_a_count_is_looked_at_now(at_once: bool) -> None:
+    values.check_count(torch.tensor(0), error_of, at_once=at_once)
+    with pytest.raises(ValueError, match="^3 bad$"):
+        values.check_count(torch.tensor(3), error_of, at_once=at_once)
+
+
+class Copy:
+    """A copy to the host that arrives when it is waited for."""
+
+    def __init__(self, arrived: bool) -> None:
+        self.arrived = arrived
+
+    def query(self) -> bool:
+        return self.arrived
+
+    def synchronize(self) -> None:
+        self.arrived = True
+
+
+@pytest.fixture
+def pending(monkeypatch: pytest.MonkeyPatch) -> deque:
+    queue: deque = deque(maxlen=64)
+    monkeypatch.setattr(values, "_pending", queue)
+    return queue
+
+
+def add(pending: deque, count: int, *, arrived: bool) -> None:
+    pending.append((torch.tensor(count), Copy(arrived), error_of))
+
+
+def test_nothing_pending_is_no_error(pending: deque) -> None:
+    for wait in (False, True):
+        values.raise_pending(wait=wait)
+    add(pending, 0, arrived=True)
+    values.raise_pending(wait=False)
+    assert not pending
+
+
+def test_what_has_not_arrived_is_not_waited_for(pending: deque) -> None:
+    add(pending, 0, arrived=True)
+    add(pending, 2, arrived=False)
+    add(pending, 5, arrived=True)  # behind one that has not: copies arrive in order
+    values.raise_pending(wait=False)
+    assert len(pending) == 2
+    with pytest.raises(ValueError, match="^2 bad$"):
+        values.raise_pending(wait=True)
+    with pytest.raises(ValueError, match="^5 bad$"):
+        values.raise_pending(wait=False)
+    assert not pending
+
+
+def test_an_error_is_raised_once(pending: deque) -> None:
+    add(pending, 2, arrived=True)
+    with pytest.raises(ValueError, match="^2 bad$"):
+        values.raise_pending(wait=False)
+    values.raise_pending(wait=True)
