@@ -183,7 +183,7 @@ def _function_faults(full_name: str, function: ast.FunctionDef) -> Iterator[str]
     length = _lines_without_docstring(function)
     if length > (MAX_KERNEL if kernel else MAX_FUNCTION) and full_name not in LONG_FUNCTIONS:
         yield f"{function.name} has {length} lines without its docstring"
-    if kernel or "custom_op" in decorators or "register_fake" in decorators:
+    if kernel or any(mark in decorators for mark in ("custom_op", "operator", "register_fake")):
         return  # flat signatures by nature
     count = _counted_positional(function)
     if count > MAX_POSITIONAL:

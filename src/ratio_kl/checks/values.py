@@ -6,7 +6,9 @@ backward, in the next call, or when the caller asks with `raise_pending(wait=Tru
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -14,7 +16,8 @@ from torch import Tensor
 MakeError = Callable[[int], ValueError]
 
 # Bounded: a caller who never looks (inference in a loop) must not collect host memory.
-_pending: deque[tuple[Tensor, torch.cuda.Event, MakeError]] = deque(maxlen=64)
+_REMEMBERED = 64
+_pending: deque[tuple[Tensor, torch.cuda.Event, MakeError]] = deque(maxlen=_REMEMBERED)
 
 
 def check_count(bad: Tensor, make_error: MakeError, *, at_once: bool) -> None:
@@ -34,12 +37,17 @@ def check_count(bad: Tensor, make_error: MakeError, *, at_once: bool) -> None:
             raise make_error(count)
         return
     raise_pending(wait=False)
-    with torch.cuda.device(bad.device):
-        on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
-        on_host.copy_(bad, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
+    on_host, arrived = next(_mailboxes(bad.device))
+    on_host.copy_(bad, non_blocking=True)
+    arrived.record(torch.cuda.current_stream(bad.device))
     _pending.append((on_host, arrived, make_error))
+
+
+@lru_cache
+def _mailboxes(device: torch.device) -> Iterator[tuple[Tensor, torch.cuda.Event]]:
+    """Pinned host memory for one count each, and an event, taken in turn: none is made anew."""
+    slots = torch.zeros(_REMEMBERED, dtype=torch.int64, pin_memory=True).unbind()
+    return cycle([(slot, torch.cuda.Event()) for slot in slots])
 
 
 def raise_pending(*, wait: bool) -> None:

@@ -12,9 +12,10 @@ from torch import Tensor
 from ..checks.values import check_count, raise_pending
 from .backends import backend_for
 from .contract import LogitsSaved, out_of_range_error
+from .registration import operator
 
 
-@torch.library.custom_op("ratio_kl::logits_ratio_kl", mutates_args=())
+@operator("logits_ratio_kl")
 def logits_ratio_kl_op(
     policy_logits: Tensor,
     ref_logits: Tensor,
@@ -31,14 +32,14 @@ def logits_ratio_kl_op(
     return tuple(scores)
 
 
-@logits_ratio_kl_op.register_fake
+@torch.library.register_fake("ratio_kl::logits_ratio_kl")
 def _(policy_logits, ref_logits, action_ids, mask, old_logps, backend):
     dtype = torch.float64 if policy_logits.dtype == torch.float64 else torch.float32
     per_row = [policy_logits.new_empty(action_ids.shape, dtype=dtype) for _ in range(5)]
     return *per_row, policy_logits.new_empty((), dtype=torch.int64)
 
 
-@torch.library.custom_op("ratio_kl::logits_ratio_kl_backward", mutates_args=())
+@operator("logits_ratio_kl_backward")
 def logits_ratio_kl_backward_op(
     policy_logits: Tensor,
     action_ids: Tensor,
@@ -59,7 +60,7 @@ def logits_ratio_kl_backward_op(
     return gradient
 
 
-@logits_ratio_kl_backward_op.register_fake
+@torch.library.register_fake("ratio_kl::logits_ratio_kl_backward")
 def _(policy_logits, action_ids, mask, ratio, delta, peak, log_sum, grad_ratio, grad_kl, backend):
     return policy_logits.new_empty(policy_logits.shape)
 
@@ -87,7 +88,11 @@ def _refuse_double_backward(ctx, *_):
     )
 
 
-logits_ratio_kl_op.register_autograd(_backward, setup_context=_save_for_backward)
-logits_ratio_kl_backward_op.register_autograd(
-    _refuse_double_backward, setup_context=lambda ctx, inputs, output: None
+torch.library.register_autograd(
+    "ratio_kl::logits_ratio_kl", _backward, setup_context=_save_for_backward
+)
+torch.library.register_autograd(
+    "ratio_kl::logits_ratio_kl_backward",
+    _refuse_double_backward,
+    setup_context=lambda ctx, inputs, output: None,
 )

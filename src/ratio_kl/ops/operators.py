@@ -12,6 +12,7 @@ from torch import Tensor
 from ..checks.values import check_count, raise_pending
 from .backends import backend_for
 from .contract import Head, Needs, Saved, out_of_range_error
+from .registration import operator
 
 
 def _check_temperature(inverse: Tensor | None, mask: Tensor | None, at_once: bool) -> None:
@@ -30,7 +31,7 @@ def _temperature_error(count: int) -> ValueError:
     )
 
 
-@torch.library.custom_op("ratio_kl::linear_logprob", mutates_args=())
+@operator("linear_logprob")
 def linear_logprob_op(
     hidden: Tensor,
     weight: Tensor,
@@ -66,7 +67,7 @@ def linear_logprob_op(
     return tuple(scores)
 
 
-@linear_logprob_op.register_fake
+@torch.library.register_fake("ratio_kl::linear_logprob")
 def _(hidden, weight, bias, action_ids, mask, inverse_temperature, logit_scale, softcap,
       vocab_size, compute_dtype, with_entropy, backend, chunk_bytes, eager_checks):  # fmt: skip
     dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
@@ -76,7 +77,7 @@ def _(hidden, weight, bias, action_ids, mask, inverse_temperature, logit_scale, 
     return logps, entropies, peak, log_sum, hidden.new_empty((), dtype=torch.int64)
 
 
-@torch.library.custom_op("ratio_kl::linear_logprob_backward", mutates_args=())
+@operator("linear_logprob_backward")
 def linear_logprob_backward_op(
     hidden: Tensor,
     weight: Tensor,
@@ -121,7 +122,7 @@ def linear_logprob_backward_op(
     return [hidden.new_empty(0) if gradient is None else gradient for gradient in gradients]
 
 
-@linear_logprob_backward_op.register_fake
+@torch.library.register_fake("ratio_kl::linear_logprob_backward")
 def _(hidden, weight, bias, action_ids, inverse_temperature, logit_scale, softcap, logps,
       entropies, peak, log_sum, grad_logps, grad_entropies, vocab_size, compute_dtype,
       backend, chunk_bytes, need_hidden, need_weight, need_bias, in_logits_dtype):  # fmt: skip
@@ -173,7 +174,11 @@ def _refuse_double_backward(ctx, *_):
     )
 
 
-linear_logprob_op.register_autograd(_backward, setup_context=_save_for_backward)
-linear_logprob_backward_op.register_autograd(
-    _refuse_double_backward, setup_context=lambda ctx, inputs, output: None
+torch.library.register_autograd(
+    "ratio_kl::linear_logprob", _backward, setup_context=_save_for_backward
+)
+torch.library.register_autograd(
+    "ratio_kl::linear_logprob_backward",
+    _refuse_double_backward,
+    setup_context=lambda ctx, inputs, output: None,
 )

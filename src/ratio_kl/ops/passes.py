@@ -1,6 +1,7 @@
 """The two passes over flat rows: options resolved, then one operator call each."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -131,20 +132,16 @@ def _head_inputs(rows: HeadRows) -> _HeadInputs:
     hidden, weight, modifiers = rows.hidden, rows.weight, rows.modifiers
     compute_dtype = _compute_dtype(hidden, weight)
     logits_dtype = logits_dtype_of(hidden, weight)
-    one = torch.ones((), dtype=logits_dtype, device=hidden.device)
-    temperature = modifiers.temperature
-    if isinstance(temperature, Tensor):
-        inverse_temperature = temperature.detach().to(logits_dtype).reciprocal()
-    elif (scalar := _scalar("temperature", temperature, one)) is not None:
-        inverse_temperature = scalar.reciprocal()
+    scalar = partial(_scalar, dtype=logits_dtype, device=hidden.device)
+    temperature: Tensor | None
+    if isinstance(modifiers.temperature, Tensor):
+        temperature = modifiers.temperature.detach().to(logits_dtype)
     else:
-        inverse_temperature = None
-    if modifiers.softcap is not None:
-        check_real_option("softcap", modifiers.softcap)
+        temperature = scalar("temperature", modifiers.temperature, neutral=1)
     return _HeadInputs(
-        inverse_temperature=inverse_temperature,
-        logit_scale=_scalar("logit_scale", modifiers.logit_scale, one),
-        softcap=None if modifiers.softcap is None else one * modifiers.softcap,
+        inverse_temperature=None if temperature is None else temperature.reciprocal(),
+        logit_scale=scalar("logit_scale", modifiers.logit_scale, neutral=1),
+        softcap=scalar("softcap", modifiers.softcap, neutral=None),
         vocab_size=_vocab_size(modifiers.vocab_size, weight.shape[0]),
         compute_dtype=compute_dtype,
     )
@@ -165,10 +162,23 @@ def logits_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.float64 if double else torch.float32
 
 
-def _scalar(name: str, value: float, one: Tensor) -> Tensor | None:
-    """A factor as a 0-d tensor; None for 1, which costs nothing."""
+def _scalar(
+    name: str,
+    value: float | None,
+    *,
+    neutral: float | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor | None:
+    """An option as a 0-d tensor; None for its neutral value, which costs nothing.
+
+    Multiplied and not filled in: a fill would make the compiler specialise on the value.
+    """
+    if value is None and neutral is None:
+        return None
     check_real_option(name, value)
-    return None if value == 1 else one * value
+    assert value is not None
+    return None if value == neutral else torch.ones((), dtype=dtype, device=device) * value
 
 
 def _vocab_size(vocab_size: int | None, rows: int) -> int:

@@ -18,6 +18,7 @@ from ..kernels.rows import (
 from ..kernels.score import score_kernel
 from ..kernels.tiles import Tile, precision, programs, tile_for
 from .contract import Head, Saved, Scores
+from .triton_call import call
 
 LISTED_AT_ONCE = 8192
 """Rows that the one program of a listing looks at in a step."""
@@ -64,19 +65,22 @@ def list_active(
     N = ids.shape[0]
     rows = torch.empty(N, dtype=torch.int32, device=ids.device)
     count = torch.empty(1, dtype=torch.int32, device=ids.device)
-    list_active_kernel[(1,)](
-        mask.view(torch.int8),
-        ids,
-        rows,
-        count,
-        *scores,
-        N,
-        vocab_size,
-        mask.stride(0),
-        ids.stride(0),
-        WITH_ENTROPY=scores.entropies.numel() > 0,
-        BLOCK_N=LISTED_AT_ONCE,
-        num_warps=8,
+    call(
+        list_active_kernel,
+        1,
+        (
+            mask.view(torch.int8),
+            ids,
+            rows,
+            count,
+            *scores,
+            N,
+            vocab_size,
+            mask.stride(0),
+            ids.stride(0),
+        ),
+        {"WITH_ENTROPY": scores.entropies.numel() > 0, "BLOCK_N": LISTED_AT_ONCE},
+        warps=8,
     )
     return rows, count
 
@@ -87,20 +91,23 @@ def list_kept(grads: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tenso
     N, device = like.shape[0], like.device
     rows, positions = (torch.empty(N, dtype=torch.int32, device=device) for _ in range(2))
     count = torch.empty(1, dtype=torch.int32, device=device)
-    list_kept_kernel[(1,)](*grads, rows, positions, count, N, BLOCK_N=LISTED_AT_ONCE, num_warps=8)
+    arguments = (*grads, rows, positions, count, N)
+    call(list_kept_kernel, 1, arguments, {"BLOCK_N": LISTED_AT_ONCE}, warps=8)
     return rows, positions, count
 
 
 def gather_rows(matrix: Tensor, rows: Tensor, count: Tensor, out: Tensor, start: int = 0) -> None:
     """out[i] = matrix[rows[start + i]] while start + i < count (on the device), in out's dtype."""
     n, H = out.shape
-    gather_kernel[(n,)](matrix, rows, count, out, start, H, *matrix.stride(), BLOCK_H=1024)
+    arguments = (matrix, rows, count, out, start, H, *matrix.stride())
+    call(gather_kernel, n, arguments, {"BLOCK_H": 1024})
 
 
 def scatter_rows(matrix: Tensor, positions: Tensor, out: Tensor) -> None:
     """out[n] = matrix[positions[n]], 0 where that is -1, in out's dtype."""
     N, H = out.shape
-    scatter_kernel[(N,)](matrix, positions, out, H, matrix.stride(0), BLOCK_H=1024)
+    arguments = (matrix, positions, out, H, matrix.stride(0))
+    call(scatter_kernel, N, arguments, {"BLOCK_H": 1024})
 
 
 def score(head: Head, part: Part) -> None:
@@ -109,37 +116,43 @@ def score(head: Head, part: Part) -> None:
     n, vocab_size = hidden.shape[0], head.vocab_size
     hidden_tma, weight_tma = fits_descriptor(hidden), fits_descriptor(head.weight)
     temperature = head.inverse_temperature
-    score_kernel[(programs(hidden.device),)](
-        tile_source(hidden, [tile.rows, tile.depth], hidden_tma),
-        tile_source(head.weight, [tile.columns, tile.depth], weight_tma),
-        head.bias,
-        head.logit_scale,
-        head.softcap,
-        temperature,
-        part.rows,
-        part.active,
-        part.partials,
-        part.start,
-        n,
-        vocab_size,
-        hidden.shape[1],
-        *hidden.stride(),
-        *head.weight.stride(),
-        0 if temperature is None or temperature.ndim == 0 else temperature.stride(0),
-        *part.partials.stride()[:2],
-        WITH_ENTROPY=part.partials.shape[1] == 3,
-        EVEN_V=vocab_size % tile.columns == 0,
-        DTYPE=TRITON_DTYPES[head.compute_dtype],
-        OPERAND=operand_dtype(hidden.device, head.compute_dtype),
-        PRECISION=precision(hidden.device, head.compute_dtype),
-        BLOCK_N=tile.rows,
-        BLOCK_V=tile.columns,
-        BLOCK_H=tile.depth,
-        GROUP=tile.group,
-        HIDDEN_TMA=hidden_tma,
-        WEIGHT_TMA=weight_tma,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+    call(
+        score_kernel,
+        programs(hidden.device),
+        (
+            tile_source(hidden, [tile.rows, tile.depth], hidden_tma),
+            tile_source(head.weight, [tile.columns, tile.depth], weight_tma),
+            head.bias,
+            head.logit_scale,
+            head.softcap,
+            temperature,
+            part.rows,
+            part.active,
+            part.partials,
+            part.start,
+            n,
+            vocab_size,
+            hidden.shape[1],
+            *hidden.stride(),
+            *head.weight.stride(),
+            0 if temperature is None or temperature.ndim == 0 else temperature.stride(0),
+            *part.partials.stride()[:2],
+        ),
+        {
+            "WITH_ENTROPY": part.partials.shape[1] == 3,
+            "EVEN_V": vocab_size % tile.columns == 0,
+            "DTYPE": TRITON_DTYPES[head.compute_dtype],
+            "OPERAND": operand_dtype(hidden.device, head.compute_dtype),
+            "PRECISION": precision(hidden.device, head.compute_dtype),
+            "BLOCK_N": tile.rows,
+            "BLOCK_V": tile.columns,
+            "BLOCK_H": tile.depth,
+            "GROUP": tile.group,
+            "HIDDEN_TMA": hidden_tma,
+            "WEIGHT_TMA": weight_tma,
+        },
+        warps=tile.warps,
+        stages=tile.stages,
     )
 
 
@@ -147,31 +160,37 @@ def merge(head: Head, part: Part, ids: Tensor, scores: Scores) -> None:
     """Write the scores of the part's rows, at their tokens; ids is [N]."""
     hidden = part.hidden
     temperature = head.inverse_temperature
-    merge_kernel[(hidden.shape[0],)](
-        hidden,
-        head.weight,
-        head.bias,
-        head.logit_scale,
-        head.softcap,
-        temperature,
-        part.rows,
-        part.active,
-        ids,
-        part.partials,
-        *scores[:4],
-        part.start,
-        head.vocab_size,
-        hidden.shape[1],
-        triton.cdiv(head.vocab_size, part.tile.columns),
-        *hidden.stride(),
-        *head.weight.stride(),
-        0 if temperature is None or temperature.ndim == 0 else temperature.stride(0),
-        ids.stride(0),
-        *part.partials.stride()[:2],
-        WITH_ENTROPY=part.partials.shape[1] == 3,
-        DTYPE=TRITON_DTYPES[head.compute_dtype],
-        BLOCK=32 * WARPS,
-        num_warps=WARPS,
+    call(
+        merge_kernel,
+        hidden.shape[0],
+        (
+            hidden,
+            head.weight,
+            head.bias,
+            head.logit_scale,
+            head.softcap,
+            temperature,
+            part.rows,
+            part.active,
+            ids,
+            part.partials,
+            *scores[:4],
+            part.start,
+            head.vocab_size,
+            hidden.shape[1],
+            triton.cdiv(head.vocab_size, part.tile.columns),
+            *hidden.stride(),
+            *head.weight.stride(),
+            0 if temperature is None or temperature.ndim == 0 else temperature.stride(0),
+            ids.stride(0),
+            *part.partials.stride()[:2],
+        ),
+        {
+            "WITH_ENTROPY": part.partials.shape[1] == 3,
+            "DTYPE": TRITON_DTYPES[head.compute_dtype],
+            "BLOCK": 32 * WARPS,
+        },
+        warps=WARPS,
     )
 
 
@@ -185,38 +204,44 @@ def dlogits(head: Head, work: Rows, weight: Tensor, out: Tensor, at: tuple[int, 
     hidden = work.hidden[start : start + out.shape[0]]
     hidden_tma, weight_tma, out_tma = map(fits_descriptor, (hidden, weight, out))
     temperature = head.inverse_temperature
-    dlogits_kernel[(programs(out.device),)](
-        tile_source(hidden, [tile.rows, tile.depth], hidden_tma),
-        tile_source(weight, [tile.columns, tile.depth], weight_tma),
-        tile_source(out, [tile.rows, tile.columns // 2], out_tma),
-        head.bias,
-        head.logit_scale,
-        head.softcap,
-        temperature,
-        work.rows,
-        work.saved.action_ids,
-        work.saved.max,
-        work.saved.log_sum,
-        work.saved.entropies,
-        *work.grads,
-        start,
-        column_start,
-        *out.shape,
-        hidden.shape[1],
-        *hidden.stride(),
-        *weight.stride(),
-        0 if temperature is None or temperature.ndim == 0 else temperature.stride(0),
-        out.stride(0),
-        DTYPE=TRITON_DTYPES[head.compute_dtype],
-        OPERAND=operand_dtype(out.device, head.compute_dtype),
-        PRECISION=precision(out.device, head.compute_dtype),
-        BLOCK_N=tile.rows,
-        BLOCK_V=tile.columns,
-        BLOCK_H=tile.depth,
-        GROUP=tile.group,
-        HIDDEN_TMA=hidden_tma,
-        WEIGHT_TMA=weight_tma,
-        OUT_TMA=out_tma,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+    call(
+        dlogits_kernel,
+        programs(out.device),
+        (
+            tile_source(hidden, [tile.rows, tile.depth], hidden_tma),
+            tile_source(weight, [tile.columns, tile.depth], weight_tma),
+            tile_source(out, [tile.rows, tile.columns // 2], out_tma),
+            head.bias,
+            head.logit_scale,
+            head.softcap,
+            temperature,
+            work.rows,
+            work.saved.action_ids,
+            work.saved.max,
+            work.saved.log_sum,
+            work.saved.entropies,
+            *work.grads,
+            start,
+            column_start,
+            *out.shape,
+            hidden.shape[1],
+            *hidden.stride(),
+            *weight.stride(),
+            0 if temperature is None or temperature.ndim == 0 else temperature.stride(0),
+            out.stride(0),
+        ),
+        {
+            "DTYPE": TRITON_DTYPES[head.compute_dtype],
+            "OPERAND": operand_dtype(out.device, head.compute_dtype),
+            "PRECISION": precision(out.device, head.compute_dtype),
+            "BLOCK_N": tile.rows,
+            "BLOCK_V": tile.columns,
+            "BLOCK_H": tile.depth,
+            "GROUP": tile.group,
+            "HIDDEN_TMA": hidden_tma,
+            "WEIGHT_TMA": weight_tma,
+            "OUT_TMA": out_tma,
+        },
+        warps=tile.warps,
+        stages=tile.stages,
     )

@@ -25,6 +25,7 @@ def forward(
     mask is bool. No host read.
     """
     from ..kernels.ratio_kl import ratio_kl_kernel
+    from .triton_call import call
 
     device, shape = policy_logits.device, action_ids.shape
     ratio, kl, top, log_sum, delta = (
@@ -33,25 +34,28 @@ def forward(
     bad = torch.empty(shape, dtype=torch.int8, device=device)
     if action_ids.numel() > 0:
         with _on_device(policy_logits):
-            ratio_kl_kernel[(action_ids.numel(),)](
-                policy_logits,
-                ref_logits,
-                action_ids.contiguous(),
-                mask.contiguous().view(torch.int8),
-                old_logps.contiguous(),
-                ratio,
-                kl,
-                top,
-                log_sum,
-                delta,
-                bad,
-                shape[-1],
-                policy_logits.shape[-1],
-                *_strides(policy_logits),
-                *_strides(ref_logits),
-                LANES=LANES,
-                WIDTH=WIDTH,
-                num_warps=8,
+            call(
+                ratio_kl_kernel,
+                action_ids.numel(),
+                (
+                    policy_logits,
+                    ref_logits,
+                    action_ids.contiguous(),
+                    mask.contiguous().view(torch.int8),
+                    old_logps.contiguous(),
+                    ratio,
+                    kl,
+                    top,
+                    log_sum,
+                    delta,
+                    bad,
+                    shape[-1],
+                    policy_logits.shape[-1],
+                    *_strides(policy_logits),
+                    *_strides(ref_logits),
+                ),
+                {"LANES": LANES, "WIDTH": WIDTH},
+                warps=8,
             )
     return LogitsScores(ratio, kl, top, log_sum, delta, bad.sum())
 
@@ -66,6 +70,7 @@ def backward(
 ) -> Tensor:
     """Gradient of policy_logits, contiguous and in its dtype; exactly 0 on inactive rows."""
     from ..kernels.ratio_kl import ratio_kl_backward_kernel
+    from .triton_call import call
 
     V = policy_logits.shape[-1]
     gradient = torch.empty(
@@ -73,19 +78,23 @@ def backward(
     )
     if gradient.numel() > 0:
         with _on_device(policy_logits):
-            ratio_kl_backward_kernel[(action_ids.numel() * -(-V // BLOCK_V),)](
-                policy_logits,
-                action_ids.contiguous(),
-                mask.contiguous().view(torch.int8),
-                *(entry.contiguous() for entry in saved),
-                None if grad_ratio is None else grad_ratio.contiguous(),
-                None if grad_kl is None else grad_kl.contiguous(),
-                gradient,
-                action_ids.shape[-1],
-                V,
-                *_strides(policy_logits),
-                BLOCK_V=BLOCK_V,
-                num_warps=8,
+            call(
+                ratio_kl_backward_kernel,
+                action_ids.numel() * -(-V // BLOCK_V),
+                (
+                    policy_logits,
+                    action_ids.contiguous(),
+                    mask.contiguous().view(torch.int8),
+                    *(entry.contiguous() for entry in saved),
+                    None if grad_ratio is None else grad_ratio.contiguous(),
+                    None if grad_kl is None else grad_kl.contiguous(),
+                    gradient,
+                    action_ids.shape[-1],
+                    V,
+                    *_strides(policy_logits),
+                ),
+                {"BLOCK_V": BLOCK_V},
+                warps=8,
             )
     return gradient
 
