@@ -1,6 +1,7 @@
 """Which backend runs an operator. Triton is imported here, at its first use, and nowhere above."""
 
 import importlib.util
+from functools import lru_cache
 from types import ModuleType
 
 import torch
@@ -33,8 +34,16 @@ def backend_for(
 
 def triton_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the Triton backend cannot compute in `dtype` on `device`; None if it can."""
+    return _reason_on_gpu(device, dtype) if device.type == "cuda" else _reason(device, dtype)
+
+
+def _reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     backend = importlib.import_module(".triton_backend", __package__)
     reason: str | None = backend.unavailable_reason(device, dtype)
     return reason
+
+
+# A GPU does not change; asking it each time would cost as much as a launch.
+_reason_on_gpu = lru_cache(_reason)

@@ -5,7 +5,6 @@ it finds depends on little: dtypes, alignment, and whether an integer is 1 or a 
 the compiled kernel is kept under just that, and later calls go straight to it.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import triton
 from torch import Tensor
 
 _compiled: dict[tuple[Any, ...], Any] = {}
+_flags: dict[Any, tuple[bool, ...]] = {}
 
 
 def call(
@@ -33,36 +33,32 @@ def call(
         # The interpreter, on the CPU.
         kernel[(programs,)](*arguments, **constants)
         return
-    key = (
-        kernel.fn,
-        torch.cuda.current_device(),
-        warps,
-        stages,
-        *map(_seen_by_compiler, arguments, _specialised(kernel)),
-        *constants.values(),
-    )
-    compiled = _compiled.get(key)
+    key: list[Any] = [kernel.fn, torch.cuda.current_device(), warps, stages]
+    for argument, specialised in zip(arguments, _specialised(kernel.fn, kernel), strict=True):
+        if argument is None:
+            key.append(None)
+        elif isinstance(argument, int):
+            key.append(-(2**31) <= argument < 2**31)
+            if specialised:
+                key.append((argument == 1, argument % 16 == 0))
+        elif isinstance(argument, Tensor):
+            key += (argument.dtype, argument.data_ptr() % 16 == 0)
+        else:
+            key += (argument.base.dtype, *argument.block_shape)
+    key += constants.values()
+    compiled = _compiled.get(tuple(key))
     if compiled is None:
-        _compiled[key] = kernel[(programs,)](
+        _compiled[tuple(key)] = kernel[(programs,)](
             *arguments, **constants, num_warps=warps, num_stages=stages
         )
     else:
         compiled[(programs, 1, 1)](*arguments, *constants.values())
 
 
-@lru_cache
-def _specialised(kernel: Any) -> tuple[bool, ...]:
-    """Whether Triton compiles anew for some values of each argument."""
-    return tuple(not parameter.do_not_specialize for parameter in kernel.params)
-
-
-def _seen_by_compiler(argument: Any, specialised: bool) -> Any:
-    """What Triton's compiler knows of an argument's value."""
-    if argument is None:
-        return None
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        wide = not -(2**31) <= argument < 2**31
-        return (wide, argument == 1, argument % 16 == 0) if specialised else wide
-    return argument.base.dtype, tuple(argument.block_shape)
+def _specialised(function: Any, kernel: Any) -> tuple[bool, ...]:
+    """Whether Triton compiles anew for some values of each argument that is no constexpr."""
+    flags = _flags.get(function)
+    if flags is None:
+        parameters = (p for p in kernel.params if not p.is_constexpr)
+        flags = _flags[function] = tuple(not p.do_not_specialize for p in parameters)
+    return flags

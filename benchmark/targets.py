@@ -1,0 +1,173 @@
+"""What must hold on one H200, as a table; printed as passed or failed beneath a GPU run.
+
+Times are in mm, that is in torch.mm(hidden, weight.T) of the same rounds.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from .results import Row
+from .rivals import CONTENDERS, OURS
+
+MIB = 2**20
+WIDE = 4096
+"""Hidden size from which a product is bound by arithmetic, so that the limits are tighter."""
+CHUNK_BYTES = 256 * MIB
+FORWARD_BYTES = 32 * MIB
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line of the closing list."""
+
+    target: str
+    where: str
+    measured: str
+    limit: str
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A figure of ours that must not pass a limit in a case."""
+
+    title: str
+    case: str
+    figure: Callable[[Row], float | None]
+    limit: Callable[[Row], float]
+    unit: str = "{:.3g}"
+    where: Callable[[Row], bool] = lambda row: True
+
+
+def at_most(wide: float, narrow: float | None = None) -> Callable[[Row], float]:
+    """One limit, or one for H >= WIDE and one below."""
+    return lambda row: wide if narrow is None or row.size.width >= WIDE else narrow
+
+
+def loss_bytes(row: Row) -> float:
+    """Temporaries, the float32 sum of d_hidden, and the compacted copy of the active rows."""
+    states = row.size.tokens * row.size.width
+    copy = 0 if row.active == 1 else 2 * row.active * states
+    return CHUNK_BYTES + 4 * states + copy
+
+
+def forward_bytes(row: Row) -> float:
+    copy = 0 if row.active == 1 else 2 * row.active * row.size.tokens * row.size.width
+    return FORWARD_BYTES + copy
+
+
+def _mm(row: Row) -> float | None:
+    return row.mm
+
+
+def _mib(row: Row) -> float | None:
+    return None if row.extra_bytes is None else row.extra_bytes / MIB
+
+
+def _is_main(row: Row) -> bool:
+    return row.size.width >= 2048
+
+
+def _is_overhead_size(row: Row) -> bool:
+    return (row.size.tokens, row.size.width) == (256, 1024)
+
+
+LOSSES = ("dense", "inactive", "zero", "inactive_zero", "quantile", "frozen")
+LIMITS = (
+    Limit("forward, mm", "forward", _mm, at_most(1.09, 1.16)),
+    Limit("forward with entropy, mm", "forward_entropy", _mm, at_most(1.09, 1.16)),
+    Limit("forward + backward, mm", "dense", _mm, at_most(4.3, 4.45)),
+    Limit("half inactive, mm", "inactive", _mm, at_most(2.25)),
+    Limit("half zero advantage, mm", "zero", _mm, at_most(2.7)),
+    Limit("half inactive, half of the rest zero, mm", "inactive_zero", _mm, at_most(1.45)),
+    Limit("half inactive, q = 0.2, mm", "quantile", _mm, at_most(0.95)),
+    Limit("frozen head, mm", "frozen", _mm, at_most(3.4)),
+    Limit("few tokens, mm of device time", "small", _mm, at_most(1.5), where=_is_main),
+    Limit(
+        "host's time of a forward, us",
+        "small",
+        lambda row: row.host_us,
+        at_most(150),
+        where=_is_overhead_size,
+    ),
+    *(
+        Limit(
+            f"{case}: MiB beyond gradients", case, _mib, lambda row: loss_bytes(row) / MIB, "{:.0f}"
+        )
+        for case in LOSSES
+    ),
+    *(
+        Limit(f"{case}: MiB", case, _mib, lambda row: forward_bytes(row) / MIB, "{:.0f}")
+        for case in ("forward", "forward_entropy")
+    ),
+    Limit("logp error", "dense", lambda row: row.logp_error, at_most(5e-5), "{:.1e}"),
+    Limit("error of d_hidden", "dense", lambda row: row.hidden_error, at_most(4e-3), "{:.1e}"),
+    Limit("error of d_weight", "dense", lambda row: row.weight_error, at_most(4e-3), "{:.1e}"),
+)
+
+AHEAD_OF = {
+    "trl": ("ms", "extra_bytes", "logp_error"),
+    "liger_ce": ("ms", "logp_error"),
+    "liger_grpo": ("ms", "extra_bytes"),
+    "verl": ("ms", "extra_bytes", "logp_error"),
+}
+"""Rivals that compute the same exactly, and the figures in which ours is to be the smaller one."""
+FIGURES = {"ms": "time", "extra_bytes": "memory", "logp_error": "logp error"}
+
+LOGITS_SPEEDUP, LOGITS_MEMORY = 10.0, 3.0
+QUANTILE_SPEEDUP = 3.0
+
+
+def verdicts(rows: Iterable[Row]) -> list[Verdict]:
+    """Every target that these rows can speak to."""
+    rows = [row for row in rows if row.data == "random"]
+    return [*_limits(rows), *_ahead(rows), *_ratios(rows)]
+
+
+def _limits(rows: list[Row]) -> list[Verdict]:
+    found = []
+    for limit in LIMITS:
+        for row in rows:
+            if row.case != limit.case or row.contender != OURS or not limit.where(row):
+                continue
+            value, most = limit.figure(row), limit.limit(row)
+            shown = row.status if value is None else limit.unit.format(value)
+            passed = value is not None and value <= most
+            found.append(
+                Verdict(limit.title, row.shape, shown, "<= " + limit.unit.format(most), passed)
+            )
+    return found
+
+
+def _ahead(rows: list[Row]) -> list[Verdict]:
+    by_name = {(row.shape, row.contender): row for row in rows if row.case == "dense"}
+    found = []
+    for (shape, name), rival in by_name.items():
+        ours = by_name[shape, OURS]
+        for figure in AHEAD_OF.get(name, ()) if rival.ok and ours.ok else ():
+            mine, theirs = getattr(ours, figure), getattr(rival, figure)
+            if theirs is not None:
+                title = f"{FIGURES[figure]} below {CONTENDERS[name].title}"
+                share = f"{mine / theirs:.2f} of it"
+                found.append(Verdict(title, shape, share, "< 1", mine < theirs))
+    return found
+
+
+def _ratios(rows: list[Row]) -> list[Verdict]:
+    """How many times less than full logits: (case, rival, figure, at least)."""
+    wanted = (
+        ("logits", "eager", "ms", LOGITS_SPEEDUP),
+        ("logits", "eager", "peak_bytes", LOGITS_MEMORY),
+        ("quantile", "compiled", "ms", QUANTILE_SPEEDUP),
+    )
+    found = []
+    by_name = {(row.case, row.shape, row.contender): row for row in rows if row.ok}
+    for case, rival, figure, least in wanted:
+        for (name, shape, contender), row in by_name.items():
+            other = by_name.get((case, shape, rival))
+            if name != case or contender != OURS or other is None:
+                continue
+            times = getattr(other, figure) / max(getattr(row, figure), 1)
+            title = f"{case}: {rival}'s {figure.partition('_')[0]} over ours"
+            found.append(Verdict(title, shape, f"{times:.1f}", f">= {least:.0f}", times >= least))
+    return found
