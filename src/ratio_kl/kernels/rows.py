@@ -43,18 +43,20 @@ def list_active_kernel(
     bad_ids = tl.zeros((), tl.int64)
     for start in range(0, N, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        mask = tl.load(mask_ptr + n.to(tl.int64) * stride_mn, mask=n < N, other=0)
-        active = mask != 0
-        _, count = append_rows(active, n, count, rows_ptr)
+        active = n < N
+        if mask_ptr is not None:
+            active = tl.load(mask_ptr + n.to(tl.int64) * stride_mn, mask=n < N, other=0) != 0
+            _, count = append_rows(active, n, count, rows_ptr)
+            left_out = (n < N) & (active == 0)
+            tl.store(logps_ptr + n, 0.0, mask=left_out)
+            tl.store(max_ptr + n, 0.0, mask=left_out)
+            tl.store(log_sum_ptr + n, 0.0, mask=left_out)
+            if WITH_ENTROPY:
+                tl.store(entropies_ptr + n, 0.0, mask=left_out)
         ids = tl.load(ids_ptr + n.to(tl.int64) * stride_in, mask=active, other=0)
         bad_ids += tl.sum(((ids < 0) | (ids >= V)).to(tl.int64), 0)
-        left_out = (n < N) & (mask == 0)
-        tl.store(logps_ptr + n, 0.0, mask=left_out)
-        tl.store(max_ptr + n, 0.0, mask=left_out)
-        tl.store(log_sum_ptr + n, 0.0, mask=left_out)
-        if WITH_ENTROPY:
-            tl.store(entropies_ptr + n, 0.0, mask=left_out)
-    tl.store(count_ptr, count)
+    if mask_ptr is not None:
+        tl.store(count_ptr, count)
     tl.store(bad_ids_ptr, bad_ids)
 
 

@@ -43,14 +43,10 @@ def forward(head: Head, action_ids: Tensor, mask: Tensor | None, *, with_entropy
     N, device = head.hidden.shape[0], head.hidden.device
     logps, top, log_sum = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(3))
     entropies = torch.empty(N if with_entropy else 0, dtype=torch.float32, device=device)
-    if mask is None or N == 0:
-        ids = action_ids.long()
-        bad_ids = (ids.clamp(0, head.vocab_size - 1) != ids).sum()
-    else:
-        bad_ids = torch.empty((), dtype=torch.int64, device=device)
+    bad_ids = torch.empty((), dtype=torch.int64, device=device)
     scores = Scores(logps, entropies, top, log_sum, bad_ids)
     if N == 0:
-        return scores
+        return scores._replace(bad_ids=bad_ids.zero_())
     with _on_device(head.hidden):
         _score_all(head, action_ids, mask, scores)
     return scores
@@ -69,10 +65,8 @@ def _score_all(head: Head, ids: Tensor, mask: Tensor | None, scores: Scores) -> 
     row_bytes = 4 * quantities * segments + (H * dtype.itemsize if mask is not None else 0)
     at_once = even_part(N, min(head.chunk_bytes, FORWARD_BYTES) // row_bytes, tile.rows)
     partials = hidden.new_empty((at_once, quantities, segments), dtype=torch.float32)
-    rows = count = None
-    if mask is not None:
-        rows, count = list_active(mask, ids, scores, head.vocab_size)
-        gathered = hidden.new_empty((at_once, H), dtype=dtype)
+    rows, count = list_active(mask, ids, scores, head.vocab_size)
+    gathered = hidden if mask is None else hidden.new_empty((at_once, H), dtype=dtype)
     for start in range(0, N, at_once):
         chosen = hidden[start : start + at_once]
         if rows is not None and count is not None:

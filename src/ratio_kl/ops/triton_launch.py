@@ -56,27 +56,29 @@ class Rows(NamedTuple):
 
 
 def list_active(
-    mask: Tensor, ids: Tensor, scores: Scores, vocab_size: int
-) -> tuple[Tensor, Tensor]:
-    """(rows, count) of the active rows.
+    mask: Tensor | None, ids: Tensor, scores: Scores, vocab_size: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """(rows, count) of the active rows, None without a mask.
 
     Also writes the zeros of the inactive rows into scores, and its count of bad ids.
     """
     N = ids.shape[0]
-    rows = torch.empty(N, dtype=torch.int32, device=ids.device)
-    count = torch.empty(1, dtype=torch.int32, device=ids.device)
+    rows = count = None
+    if mask is not None:
+        rows = torch.empty(N, dtype=torch.int32, device=ids.device)
+        count = torch.empty(1, dtype=torch.int32, device=ids.device)
     call(
         list_active_kernel,
         1,
         (
-            mask.view(torch.int8),
+            None if mask is None else mask.view(torch.int8),
             ids,
             rows,
             count,
             *scores,
             N,
             vocab_size,
-            mask.stride(0),
+            0 if mask is None else mask.stride(0),
             ids.stride(0),
         ),
         {"WITH_ENTROPY": scores.entropies.numel() > 0, "BLOCK_N": LISTED_AT_ONCE},
