@@ -17,9 +17,9 @@ def error_of(count: int) -> ValueError:
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_on_the_cpu_a_count_is_looked_at_now(at_once: bool) -> None:
-    values.check_count(torch.tensor(0), error_of, at_once=at_once)
+    values.check_counts(torch.tensor(0), error_of, "eager" if at_once else "later")
     with pytest.raises(ValueError, match="^3 bad$"):
-        values.check_count(torch.tensor(3), error_of, at_once=at_once)
+        values.check_counts(torch.tensor(3), error_of, "eager" if at_once else "later")
 
 
 class Copy:

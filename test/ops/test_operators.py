@@ -35,7 +35,7 @@ def flat(dtype: torch.dtype = torch.float32, *, modifiers: bool = False) -> dict
         "with_entropy": modifiers,
         "backend": "torch",
         "chunk_bytes": 1,
-        "eager_checks": False,
+        "checks": "later",
     }
 
 
@@ -80,7 +80,7 @@ def test_segment_operators_are_well_behaved() -> None:
     offsets = torch.tensor([0, 2, 2, 7])
     opcheck(segment_sum, (torch.randn(9).requires_grad_(), offsets))
     opcheck(segment_spread, (torch.randn(3).requires_grad_(), offsets, 9))
-    opcheck(packed_mask, (torch.arange(9) < 7, offsets))
+    opcheck(packed_mask, (torch.arange(9) < 7, offsets, "later"))
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
@@ -88,13 +88,13 @@ def test_segment_operators_are_well_behaved() -> None:
 def test_outputs_are_what_the_fake_says(leaves: torch.dtype, with_entropy: bool) -> None:
     given = flat(leaves) | {"with_entropy": with_entropy}
     wide = torch.promote_types(leaves, torch.float32)
-    logps, entropies, peak, log_sum, bad_ids = linear_logprob_op(*given.values())
+    logps, entropies, peak, log_sum, bad_values = linear_logprob_op(*given.values())
     for per_row in (logps, peak, log_sum):
         assert (per_row.shape, per_row.dtype) == ((N,), wide)
     assert (entropies.shape, entropies.dtype) == ((N if with_entropy else 0,), wide)
-    assert (bad_ids.shape, bad_ids.dtype, int(bad_ids)) == ((), torch.int64, 0)
+    assert (bad_values.shape, bad_values.dtype, int(bad_values)) == ((1,), torch.int64, 0)
     assert logps.requires_grad
-    assert not any(x.requires_grad for x in (peak, log_sum, bad_ids))
+    assert not any(x.requires_grad for x in (peak, log_sum, bad_values))
 
 
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))

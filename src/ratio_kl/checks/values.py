@@ -9,44 +9,60 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import cycle
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-MakeError = Callable[[int], ValueError]
+MakeError = Callable[..., ValueError]
+"""From the counts, one argument each, to the error that says what was wrong."""
+
+Checks = Literal["later", "eager", "defer"]
+"""When an operator looks at the counts of bad values it has made: "later" when they are on the host
+anyway, "eager" at once, "defer" not at all, because its caller first adds them up over ranks."""
 
 # Bounded: a caller who never looks (inference in a loop) must not collect host memory.
 _REMEMBERED = 64
 _pending: deque[tuple[Tensor, torch.cuda.Event, MakeError]] = deque(maxlen=_REMEMBERED)
 
 
-def check_count(bad: Tensor, make_error: MakeError, *, at_once: bool) -> None:
-    """Raise `make_error(count)` if the 0-d count `bad` is not zero: now, or once it is known.
+def check_counts(bad: Tensor, make_error: MakeError, checks: str) -> None:
+    """Raise `make_error(*counts)` if one of the counts in `bad` is not zero: now, or once known.
 
-    Counts of CPU tensors, and all with `at_once`, are looked at now. In a graph under capture
+    Counts of CPU tensors are looked at now, unless they are deferred. In a graph under capture
     nothing can be read, and nothing is raised.
 
+    Args:
+        bad: 0-d or [k] int64, k <= 8.
+        checks: one of Checks.
+
     Raises:
-        ValueError: this count is known and not zero, or an earlier call's has arrived and is not.
+        ValueError: a count is known and not zero, here or in an earlier call.
     """
     on_cuda = bad.device.type == "cuda"
-    if on_cuda and torch.cuda.is_current_stream_capturing():
+    if checks == "defer" or (on_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    if at_once or not on_cuda:
-        if count := int(bad):
-            raise make_error(count)
+    if checks == "eager" or not on_cuda:
+        _raise_for(bad, make_error)
         return
     raise_pending(wait=False)
-    on_host, arrived = next(_mailboxes(bad.device))
-    on_host.copy_(bad, non_blocking=True)
+    slot, arrived = next(_mailboxes(bad.device))
+    on_host = slot[: bad.numel()]
+    on_host.copy_(bad.reshape(-1), non_blocking=True)
     arrived.record(torch.cuda.current_stream(bad.device))
     _pending.append((on_host, arrived, make_error))
 
 
+def _raise_for(counts: Tensor, make_error: MakeError) -> None:
+    numbers = counts.reshape(-1).tolist()
+    if any(numbers):
+        raise make_error(*numbers)
+
+
 @lru_cache
 def _mailboxes(device: torch.device) -> Iterator[tuple[Tensor, torch.cuda.Event]]:
-    """Pinned host memory for one count each, and an event, taken in turn: none is made anew."""
-    slots = torch.zeros(_REMEMBERED, dtype=torch.int64, pin_memory=True).unbind()
+    """Pinned host memory and an event for each call, taken in turn: none is made anew."""
+    slots = torch.zeros(_REMEMBERED, 8, dtype=torch.int64, pin_memory=True).unbind()
     return cycle([(slot, torch.cuda.Event()) for slot in slots])
 
 
@@ -64,5 +80,17 @@ def raise_pending(*, wait: bool) -> None:
             return
         arrived.synchronize()
         _pending.popleft()
-        if count := int(on_host):
-            raise make_error(count)
+        _raise_for(on_host, make_error)
+
+
+def bad_values_error(vocab_size: int, ids: int, temperatures: int = 0) -> ValueError:
+    """The error for so many ids, or temperatures, of active tokens that are out of range."""
+    if ids == 0:
+        return ValueError(
+            "temperature must be > 0 and finite on active tokens; "
+            f"got {temperatures} value(s) that are not"
+        )
+    return ValueError(
+        f"action_ids must lie in [0, {vocab_size}) on active tokens; "
+        f"got {ids} active token(s) with an id outside that range"
+    )

@@ -17,6 +17,7 @@ from ..checks.arguments import (
     check_real,
     check_shape,
 )
+from ..checks.values import Checks
 from .sequences import Layout, Packed, Padded, packed_mask
 
 
@@ -30,6 +31,8 @@ class Tokens:
     action_ids: Tensor
     mask: Tensor
     """bool."""
+    packing_faults: Tensor | None
+    """Counts of broken rules of cu_seqlens (sequences.py); None for padded input."""
     advantages: Tensor
     """0 on inactive tokens, as are the log-probabilities; in the dtype of the objective."""
     old_logps: Tensor | None
@@ -39,7 +42,7 @@ class Tokens:
     """1 on inactive tokens."""
     sampling_ratio_is_per_token: bool
     temperature: Tensor | None
-    """0-d, or one entry a token and 1 on inactive ones; None if the call gave no tensor."""
+    """1 on inactive tokens; None if the call gave no tensor."""
 
 
 def read_tokens(
@@ -55,11 +58,13 @@ def read_tokens(
     sampling_ratio: object,
     temperature: object,
     cu_seqlens: object,
+    checks: Checks = "later",
 ) -> Tokens:
     """Check a call's per-token and per-sequence arguments and bring them to one layout.
 
-    Args are those of FusedLinearRatioKLLoss; `hidden` is checked already and `dtype` is that of
-    the log-probabilities. All results are constants of the loss.
+    Args are those of FusedLinearRatioKLLoss; `hidden` is checked already, `dtype` is that of the
+    log-probabilities, and `checks` says when the values of cu_seqlens are looked at. All results
+    are constants of the loss.
 
     Raises:
         TypeError: a required tensor is missing or is no tensor.
@@ -70,13 +75,15 @@ def read_tokens(
     ids = check_integer("action_ids", action_ids)
     flat_ids = read.tokens("action_ids", ids)
     mask = read.tokens("attention_mask", attention_mask) != 0
+    packing_faults = None
     if isinstance(layout, Packed):
-        mask = packed_mask(mask, layout.cu_seqlens)
+        mask, packing_faults = packed_mask(mask, layout.cu_seqlens, checks)
     return Tokens(
         layout=layout,
         caller_shape=tuple(ids.shape),
         action_ids=flat_ids,
         mask=mask,
+        packing_faults=packing_faults,
         advantages=read.broadcast("advantages", advantages, mask, neutral=0),
         old_logps=read.logps("old_logps", old_logps, mask),
         ref_logps=read.logps("ref_logps", ref_logps, mask),
@@ -130,11 +137,11 @@ class _Reader:
         return torch.where(mask, values, neutral)
 
     def temperature(self, value: Tensor, mask: Tensor) -> Tensor:
-        """A tensor temperature: 0-d as it is, else at each token."""
+        """A tensor temperature, 0-d too, at each token."""
         if value.dim() > 0:
             return self.broadcast("temperature", value, mask, neutral=1)
         check_device("temperature", check_floating("temperature", value), self.device)
-        return value.detach()
+        return torch.where(mask, value.detach().to(self.dtype), 1)
 
     def is_per_token(self, tensor: Tensor) -> bool:
         """Whether a checked argument has one entry a token.

@@ -8,8 +8,16 @@ from torch import Tensor
 
 from ..checks.arguments import check_device, check_floating, check_head, check_shape
 from ..config import RatioKLConfig, check_positive_int, check_real_option
-from ..distributed.groups import resolve
-from ..ops.passes import Execution, HeadRows, LogitModifiers, logits_dtype_of, pass_one
+from ..distributed.groups import Group, resolve
+from ..ops.passes import (
+    Execution,
+    HeadRows,
+    LogitModifiers,
+    RowScores,
+    logits_dtype_of,
+    pass_one,
+)
+from .exchange import communicates, exchange
 from .inputs import Tokens, read_items, read_tokens
 from .stash import loss_with_stashed_gradients
 from .surrogate import LossOutput, Step, surrogate_loss
@@ -54,6 +62,8 @@ class Runtime:
 def linear_policy_loss(call: Call, config: RatioKLConfig, runtime: Runtime) -> LossOutput:
     """Loss, metrics and per-token outputs of a call; everything is checked before it is used."""
     hidden, weight, bias = check_head(call.hidden, call.weight, call.bias)
+    group = resolve(runtime.process_group)
+    together = communicates(config, call.num_items_in_batch, group)
     tokens = read_tokens(
         hidden,
         logits_dtype_of(hidden, weight),
@@ -66,8 +76,9 @@ def linear_policy_loss(call: Call, config: RatioKLConfig, runtime: Runtime) -> L
         sampling_ratio=call.sampling_ratio,
         temperature=call.temperature,
         cu_seqlens=call.cu_seqlens,
+        checks="defer" if together else "later",
     )
-    step = _step(call, tokens, config, runtime.process_group)
+    step = _step(call, tokens, config, group)
     rows = HeadRows(
         hidden=hidden.reshape(-1, hidden.shape[-1]),
         weight=weight,
@@ -76,23 +87,44 @@ def linear_policy_loss(call: Call, config: RatioKLConfig, runtime: Runtime) -> L
         mask=tokens.mask.reshape(-1),
         modifiers=_modifiers(call, tokens, config),
         execution=runtime.execution,
+        checks="defer" if together else None,
     )
-    if (reference := _reference_rows(call, rows, config)) is not None:
-        with torch.no_grad():
-            ref_logps = pass_one(reference, with_entropy=False).logps
-        tokens = replace(
-            tokens, ref_logps=ref_logps.to(tokens.advantages.dtype).reshape(tokens.layout.shape)
-        )
+    reference = _score_reference(_reference_rows(call, rows, config))
 
-    def surrogate(logps: Tensor, entropies: Tensor) -> LossOutput:
-        shape = tokens.layout.shape
-        return surrogate_loss(logps.reshape(shape), entropies.reshape(shape), tokens, config, step)
+    def surrogate(scores: RowScores) -> LossOutput:
+        count = None
+        if together:
+            passes = [scores] if reference is None else [scores, reference]
+            bad_values = [done.bad_values for done in passes]
+            vocab_size = config.vocab_size or weight.shape[0]
+            checks = runtime.execution.validate or "later"
+            count = exchange(tokens, bad_values, vocab_size, group, checks)
+        return surrogate_loss(
+            scores.logps.reshape(tokens.layout.shape),
+            scores.entropies.reshape(tokens.layout.shape),
+            _with_reference(tokens, reference),
+            config,
+            replace(step, group_tokens=count),
+        )
 
     trains = any(leaf is not None and leaf.requires_grad for leaf in (hidden, weight, bias))
     if runtime.grads == "forward" and torch.is_grad_enabled() and trains:
         return loss_with_stashed_gradients(rows, surrogate)
-    scores = pass_one(rows, with_entropy=True)
-    return surrogate(scores.logps, scores.entropies)
+    return surrogate(pass_one(rows, with_entropy=True))
+
+
+def _score_reference(rows: HeadRows | None) -> RowScores | None:
+    if rows is None:
+        return None
+    with torch.no_grad():
+        return pass_one(rows, with_entropy=False)
+
+
+def _with_reference(tokens: Tokens, reference: RowScores | None) -> Tokens:
+    if reference is None:
+        return tokens
+    logps = reference.logps.to(tokens.advantages.dtype).reshape(tokens.layout.shape)
+    return replace(tokens, ref_logps=logps)
 
 
 def _reference_rows(call: Call, rows: HeadRows, config: RatioKLConfig) -> HeadRows | None:
@@ -125,8 +157,7 @@ def _reference_rows(call: Call, rows: HeadRows, config: RatioKLConfig) -> HeadRo
 def _modifiers(call: Call, tokens: Tokens, config: RatioKLConfig) -> LogitModifiers:
     temperature: float | Tensor
     if tokens.temperature is not None:
-        temperature = tokens.temperature
-        temperature = temperature if temperature.dim() == 0 else temperature.reshape(-1)
+        temperature = tokens.temperature.reshape(-1)
     elif call.temperature is not None:
         check_real_option("temperature", call.temperature)
         temperature = call.temperature
@@ -135,7 +166,7 @@ def _modifiers(call: Call, tokens: Tokens, config: RatioKLConfig) -> LogitModifi
     return LogitModifiers(temperature, config.logit_scale, config.softcap, config.vocab_size)
 
 
-def _step(call: Call, tokens: Tokens, config: RatioKLConfig, process_group: object) -> Step:
+def _step(call: Call, tokens: Tokens, config: RatioKLConfig, group: Group | None) -> Step:
     check_positive_int("gradient_accumulation_steps", call.gradient_accumulation_steps)
     entropy_coef = config.entropy_coef if call.entropy_coef is None else call.entropy_coef
     if isinstance(entropy_coef, Tensor):
@@ -151,5 +182,6 @@ def _step(call: Call, tokens: Tokens, config: RatioKLConfig, process_group: obje
         num_items=read_items(call.num_items_in_batch, call.hidden.device),
         accumulation_steps=call.gradient_accumulation_steps,
         entropy_coef=entropy_coef,
-        group=resolve(process_group),
+        group=group,
+        group_tokens=None,
     )

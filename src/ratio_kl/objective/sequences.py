@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks.values import check_count
+from ..checks.values import check_counts
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,10 @@ def _(sequences, cu_seqlens, tokens):
 
 
 @torch.library.custom_op("ratio_kl::packed_mask", mutates_args=())
-def packed_mask(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """A copy of the bool mask [N], once cu_seqlens [S + 1] is known to describe it.
+def packed_mask(mask: Tensor, cu_seqlens: Tensor, checks: str) -> tuple[Tensor, Tensor]:
+    """A copy of the bool mask [N], and which rules cu_seqlens [S + 1] breaks: int64 [4], 0 or 1.
+
+    A copy, so that a compiler which drops what nobody uses keeps the check.
 
     Raises:
         ValueError: cu_seqlens does not start at 0, decreases, ends past N, or leaves active
@@ -126,14 +128,14 @@ def packed_mask(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
         cu_seqlens[-1] > tokens,
         (mask & past_the_last).any(),
     )
-    bits = [fault.to(torch.int64) << bit for bit, fault in enumerate(faults)]
-    check_count(torch.stack(bits).sum(), _packing_error, at_once=False)
-    return mask.clone()
+    counts = torch.stack(faults).to(torch.int64)
+    check_counts(counts, packing_error, checks)
+    return mask.clone(), counts
 
 
 @packed_mask.register_fake
-def _(mask, cu_seqlens):
-    return torch.empty_like(mask)
+def _(mask, cu_seqlens, checks):
+    return torch.empty_like(mask), mask.new_empty(4, dtype=torch.int64)
 
 
 _PACKING_RULES = (
@@ -144,8 +146,9 @@ _PACKING_RULES = (
 )
 
 
-def _packing_error(code: int) -> ValueError:
-    broken = [rule for bit, rule in enumerate(_PACKING_RULES) if code >> bit & 1]
+def packing_error(*faults: int) -> ValueError:
+    """The error for the rules that are broken."""
+    broken = [rule for rule, fault in zip(_PACKING_RULES, faults, strict=True) if fault]
     return ValueError(f"cu_seqlens {'; '.join(broken)}")
 
 

@@ -7,22 +7,21 @@ around forward only (ZeRO-3). The price is one stashed gradient of each leaf bet
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..ops.contract import Needs
-from ..ops.passes import HeadRows, pass_one, pass_two
+from ..ops.passes import HeadRows, RowScores, pass_one, pass_two
 from .surrogate import LossOutput
 
 
 def loss_with_stashed_gradients(
-    rows: HeadRows, surrogate: Callable[[Tensor, Tensor], LossOutput]
+    rows: HeadRows, surrogate: Callable[[RowScores], LossOutput]
 ) -> LossOutput:
-    """The loss of `surrogate(logps, entropies)`, its gradients computed now.
+    """The loss of `surrogate(scores)`, its gradients computed now.
 
     Args:
         rows: flat rows with their leaves attached to the caller's graph.
-        surrogate: from flat [N] logps and entropies to the loss.
+        surrogate: from the scores of pass 1 to the loss.
 
     Raises:
         RuntimeError: under torch.compile, which cannot trace a gradient taken in forward.
@@ -38,7 +37,7 @@ def loss_with_stashed_gradients(
     with torch.enable_grad():
         logps = scores.logps.detach().requires_grad_()
         entropies = scores.entropies.detach().requires_grad_()
-        output = surrogate(logps, entropies)
+        output = surrogate(scores._replace(logps=logps, entropies=entropies))
         g, h = torch.autograd.grad(output.loss, (logps, entropies), allow_unused=True)
     with torch.no_grad():
         # fp16 cannot hold a gradient before the loss scale has multiplied it.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import RatioKLConfig
-from ..distributed.groups import Group, sum_over, world_size
+from ..distributed.groups import Group, world_size
 from .entropy import EntropyMask, entropy_bonus, entropy_mask
 from .inputs import Tokens
 from .kl import KL_ESTIMATORS
@@ -54,6 +54,8 @@ class Step:
     entropy_coef: float | Tensor
     group: Group | None
     """Ranks over which the entropy quantile and the normaliser run."""
+    group_tokens: Tensor | None
+    """0-d: active tokens of this call over the group; None where nothing was exchanged."""
 
 
 def surrogate_loss(
@@ -165,7 +167,9 @@ def _kl(terms: PolicyTerms, tokens: Tokens, config: RatioKLConfig) -> Tensor:
 
 def _counts(active: Tensor, tokens: Tokens, step: Step) -> Counts:
     own = tokens.mask.sum()
-    items = sum_over(own, step.group) if step.num_items is None else step.num_items
+    items: Tensor | float = own if step.group_tokens is None else step.group_tokens
+    if step.num_items is not None:
+        items = step.num_items
     if isinstance(items, Tensor):
         # An integer count would divide in torch's default dtype.
         items = items.to(active.dtype)

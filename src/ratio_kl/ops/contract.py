@@ -97,14 +97,6 @@ class Gradients(NamedTuple):
     bias: Tensor | None
 
 
-def out_of_range_error(vocab_size: int, count: int) -> ValueError:
-    """The error for ids of active tokens that name no column of the vocabulary."""
-    return ValueError(
-        f"action_ids must lie in [0, {vocab_size}) on active tokens; "
-        f"got {count} active token(s) with an id outside that range"
-    )
-
-
 class LogitsScores(NamedTuple):
     """Ratio and KL from logits that the caller holds; each of action_ids' shape, float32 or 64."""
 

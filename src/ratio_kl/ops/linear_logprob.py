@@ -107,15 +107,13 @@ def linear_logprob(
 
 
 def _row_temperature(temperature: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
-    """A tensor temperature as 0-d or one entry a row, [N]."""
+    """A tensor temperature as one entry a row, [N]."""
     temperature = check_floating("temperature", temperature)
     check_device("temperature", temperature, device)
-    if temperature.dim() == 0:
-        return temperature
-    expected = [(tuple(shape), "action_ids.shape")]
+    expected = [(tuple(shape), "action_ids.shape"), ((), "[]")]
     if len(shape) == 2:
         expected += [((shape[0],), "[B]"), ((shape[0], 1), "[B, 1]")]
     check_shape("temperature", temperature, *expected)
-    if temperature.dim() < len(shape):
+    if 0 < temperature.dim() < len(shape):
         temperature = temperature[:, None]
     return temperature.expand(shape).reshape(-1)

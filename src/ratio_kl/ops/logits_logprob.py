@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..checks.values import check_count, raise_pending
+from ..checks.values import bad_values_error, check_counts, raise_pending
 from .backends import backend_for
-from .contract import LogitsSaved, out_of_range_error
+from .contract import LogitsSaved
 from .registration import operator
 
 
@@ -27,8 +27,7 @@ def logits_ratio_kl_op(
     """ratio, kl, max, log_sum, delta, bad_ids (contract.LogitsScores)."""
     module = backend_for("logits", backend, policy_logits.device, policy_logits.dtype)
     scores = module.forward(policy_logits, ref_logits, action_ids, mask, old_logps)
-    make_error = partial(out_of_range_error, policy_logits.shape[-1])
-    check_count(scores.bad_ids, make_error, at_once=False)
+    check_counts(scores.bad_ids, partial(bad_values_error, policy_logits.shape[-1]), "later")
     return tuple(scores)
 
 

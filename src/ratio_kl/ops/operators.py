@@ -1,7 +1,7 @@
 """Pass 1 and pass 2 as custom operators, so that torch.compile sees one node each way.
 
 Arguments are flat, because an operator takes no dataclass; floats travel as tensors, because a
-Python float would recompile for each value. `head_of` puts them back together for a backend.
+Python float would recompile for each value. Inside, a backend gets them as a contract.Head.
 """
 
 from functools import partial
@@ -9,26 +9,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..checks.values import check_count, raise_pending
+from ..checks.values import bad_values_error, check_counts, raise_pending
 from .backends import backend_for
-from .contract import Head, Needs, Saved, out_of_range_error
+from .contract import Head, Needs, Saved, Scores
 from .registration import operator
 
 
-def _check_temperature(inverse: Tensor | None, mask: Tensor | None, at_once: bool) -> None:
-    """A number was checked before it became a tensor; the caller's tensor is checked here."""
-    if inverse is None:
-        return
+def _bad_values(scores: Scores, inverse: Tensor | None, mask: Tensor | None) -> Tensor:
+    """Counts of bad ids and, where the caller gave one a row, of bad temperatures.
+
+    A 0-d temperature was a number, checked before it became a tensor.
+    """
+    if inverse is None or inverse.dim() == 0:
+        return scores.bad_ids.reshape(1)
     bad = ~((inverse > 0) & (inverse < torch.inf))
     if mask is not None:
         bad = bad & mask
-    check_count(bad.sum(), _temperature_error, at_once=at_once)
-
-
-def _temperature_error(count: int) -> ValueError:
-    return ValueError(
-        f"temperature must be > 0 and finite on active tokens; got {count} value(s) that are not"
-    )
+    return torch.stack([scores.bad_ids, bad.sum()])
 
 
 @operator("linear_logprob")
@@ -46,9 +43,9 @@ def linear_logprob_op(
     with_entropy: bool,
     backend: str,
     chunk_bytes: int,
-    eager_checks: bool,
+    checks: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Pass 1 on flat rows: logps, entropies, max, log_sum, bad_ids (contract.Scores)."""
+    """Pass 1 on flat rows: logps, entropies, max, log_sum (contract.Scores), bad values."""
     head = Head(
         hidden=hidden,
         weight=weight,
@@ -60,21 +57,22 @@ def linear_logprob_op(
         compute_dtype=compute_dtype,
         chunk_bytes=chunk_bytes,
     )
-    _check_temperature(inverse_temperature, mask, eager_checks)
     module = backend_for("backend", backend, hidden.device, compute_dtype)
     scores = module.forward(head, action_ids, mask, with_entropy=with_entropy)
-    check_count(scores.bad_ids, partial(out_of_range_error, vocab_size), at_once=eager_checks)
-    return tuple(scores)
+    bad_values = _bad_values(scores, inverse_temperature, mask)
+    check_counts(bad_values, partial(bad_values_error, vocab_size), checks)
+    return *scores[:4], bad_values
 
 
 @torch.library.register_fake("ratio_kl::linear_logprob")
 def _(hidden, weight, bias, action_ids, mask, inverse_temperature, logit_scale, softcap,
-      vocab_size, compute_dtype, with_entropy, backend, chunk_bytes, eager_checks):  # fmt: skip
+      vocab_size, compute_dtype, with_entropy, backend, chunk_bytes, checks):  # fmt: skip
     dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
     rows = hidden.shape[0]
     logps, peak, log_sum = (hidden.new_empty(rows, dtype=dtype) for _ in range(3))
     entropies = hidden.new_empty(rows if with_entropy else 0, dtype=dtype)
-    return logps, entropies, peak, log_sum, hidden.new_empty((), dtype=torch.int64)
+    counts = 1 if inverse_temperature is None or inverse_temperature.dim() == 0 else 2
+    return logps, entropies, peak, log_sum, hidden.new_empty(counts, dtype=torch.int64)
 
 
 @operator("linear_logprob_backward")
@@ -138,9 +136,9 @@ def _(hidden, weight, bias, action_ids, inverse_temperature, logit_scale, softca
 def _save_for_backward(ctx, inputs, output) -> None:
     (hidden, weight, bias, action_ids, mask, inverse_temperature, logit_scale, softcap,
      vocab_size, compute_dtype, with_entropy, backend, chunk_bytes, _eager) = inputs  # fmt: skip
-    logps, entropies, peak, log_sum, bad_ids = output
+    logps, entropies, peak, log_sum, bad_values = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(peak, log_sum, bad_ids)
+    ctx.mark_non_differentiable(peak, log_sum, bad_values)
     ctx.save_for_backward(
         mask, hidden, weight, bias, action_ids, inverse_temperature, logit_scale, softcap,
         logps, entropies, peak, log_sum,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..config import check_positive_int, check_real_option
 from .backends import check_backend
-from .contract import DEFAULT_CHUNK_BYTES, Gradients, Needs, Scores
+from .contract import DEFAULT_CHUNK_BYTES, Gradients, Needs
 from .operators import linear_logprob_backward_op, linear_logprob_op
 
 
@@ -37,7 +37,7 @@ class LogitModifiers:
     """What happens to hidden @ weight.T + bias before the softmax."""
 
     temperature: float | Tensor = 1.0
-    """A number, or a tensor that is 0-d or has one entry a row."""
+    """A number, or a tensor with one entry a row."""
     logit_scale: float = 1.0
     softcap: float | None = None
     vocab_size: int | None = None
@@ -59,12 +59,25 @@ class HeadRows:
     """[N] bool; None: all rows are active."""
     modifiers: LogitModifiers
     execution: Execution
+    checks: Literal["defer"] | None = None
+    """"defer" leaves the counts of bad values to the caller; None follows execution.validate."""
 
 
-def pass_one(rows: HeadRows, *, with_entropy: bool) -> Scores:
+class RowScores(NamedTuple):
+    """Pass 1 over flat rows: as contract.Scores, but for the last."""
+
+    logps: Tensor
+    entropies: Tensor
+    max: Tensor
+    log_sum: Tensor
+    bad_values: Tensor
+    """int64 [1] or [2]: active rows with an id out of range, and with a bad temperature."""
+
+
+def pass_one(rows: HeadRows, *, with_entropy: bool) -> RowScores:
     """Log-probabilities and, if asked for, entropies; differentiable where the leaves are."""
     inputs = _head_inputs(rows)
-    return Scores(
+    return RowScores(
         *linear_logprob_op(
             rows.hidden,
             rows.weight,
@@ -79,14 +92,14 @@ def pass_one(rows: HeadRows, *, with_entropy: bool) -> Scores:
             with_entropy,
             rows.execution.backend or "",
             rows.execution.chunk_bytes,
-            rows.execution.validate == "eager",
+            rows.checks or ("eager" if rows.execution.validate == "eager" else "later"),
         )
     )
 
 
 def pass_two(
     rows: HeadRows,
-    scores: Scores,
+    scores: RowScores,
     grad_logps: Tensor | None,
     grad_entropies: Tensor | None,
     needs: Needs,
