@@ -30,7 +30,7 @@ test: $(call ready,test) ## tests of a few minutes; those that need a GPU run wh
 test-all: $(call ready,test) ## every test, the long ones too
 	$(python) -m pytest $(parallel) $(ARGS)
 
-benchmark: $(call ready,benchmark) ## time and memory; ARGS="--memory" chooses
+benchmark: $(call ready,benchmark) ## time, memory and error beside every rival; ARGS=... chooses
 	$(python) -m benchmark $(ARGS)
 
 demo: $(call ready,demo) ## fine-tune a small model with GRPO; STEPS=2 is a smoke run

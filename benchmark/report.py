@@ -28,10 +28,10 @@ HEADER = (
     "d_weight error",
 )
 LEGEND = (
-    "ms: median of interleaved rounds. mm: ms over that of torch.mm(hidden, weight.T) in the same "
-    "dtype and rounds. extra MiB: peak beyond inputs and gradients ({memory}). Errors against "
-    "float64 on every token: of logp the largest absolute one, of gradients the relative "
-    "Frobenius norm."
+    "ms: median of interleaved rounds. mm: ms over that of one of 4 torch.mm(hidden, weight.T) in "
+    "a row, in the same dtype and rounds. extra MiB: peak beyond inputs and gradients ({memory}). "
+    "Errors against float64 on every token: of logp the largest absolute one, of gradients the "
+    "relative Frobenius norm."
 )
 HOST = "host us"
 
