@@ -44,6 +44,7 @@ setup(
             "pytest>=8.1",
             "pytest-timeout",
             "pytest-xdist",
+            "rich",
             "setuptools>=77",
             "wheel",
         ],

@@ -6,8 +6,10 @@ of the module, because they never change the result beyond rounding.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
 IMPORTANCE_SAMPLING_LEVELS = ("token", "sequence", "sequence_token")
@@ -102,7 +104,7 @@ class RatioKLConfig:
     means all rows."""
 
     def __post_init__(self) -> None:
-        _choice("loss_type", self.loss_type, LOSS_TYPES)
+        _choice("loss_type", self.loss_type, LOSS_TYPES, _OTHER_NAMES)
         _choice(
             "importance_sampling_level", self.importance_sampling_level, IMPORTANCE_SAMPLING_LEVELS
         )
@@ -112,7 +114,7 @@ class RatioKLConfig:
         for name in _REAL_OPTIONS:
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
-                check_real_option(name, value)
+                object.__setattr__(self, name, _as_float(name, check_real_option(name, value)))
         for name in ("max_completion_length", "vocab_size"):
             value = getattr(self, name)
             if value is not None:
@@ -149,6 +151,12 @@ class RatioKLConfig:
         return self.epsilon_low if self.epsilon_high is None else self.epsilon_high
 
 
+_OTHER_NAMES = {
+    "gspo": ": that is loss_type='grpo' with importance_sampling_level='sequence'",
+    "gspo_token": ": that is loss_type='grpo' with importance_sampling_level='sequence_token'",
+    "ppo": ": that is loss_type='bnpo' with advantages of each token and old_logps",
+}
+
 _OPTIONAL = frozenset(
     {"epsilon_high", "delta", "off_policy_mask_threshold", "log_ratio_limit", "softcap"}
 )
@@ -179,30 +187,51 @@ def _wrong_type(name: str, value: object, expected: str) -> TypeError:
     return TypeError(f"{name} must be {expected}; got {value!r} of type {type(value).__name__}")
 
 
-def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def _choice(
+    name: str, value: object, allowed: tuple[str, ...], hints: Mapping[str, str] | None = None
+) -> None:
     if not isinstance(value, str):
         raise _wrong_type(name, value, f"one of {', '.join(allowed)}")
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+        hint = (hints or {}).get(value, "")
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}{hint}")
 
 
-def check_real_option(name: str, value: object) -> None:
-    """Raise unless `value` is allowed for the real-valued option `name`.
+def check_real_option(option: str, value: Any, *, name: str | None = None) -> float:
+    """`value`, if it is allowed for the real-valued `option`; `name` is what the caller calls it.
 
     Raises:
         TypeError: it is no real number (None and bool are none).
         ValueError: it is outside the allowed values; the message says which they are.
     """
-    allowed, holds = _REAL_OPTIONS[name]
-    if isinstance(value, bool) or not isinstance(value, Real):
+    allowed, holds = _REAL_OPTIONS[option]
+    name = name or option
+    if not _is_a(Real, value):
         raise _wrong_type(name, value, f"a number {allowed}")
-    if not holds(value):
+    # A numpy scalar or a Fraction becomes a float; a compiler's symbolic float stays symbolic.
+    number = value if isinstance(value, (float, int)) else float(value)
+    if not holds(number):
         raise ValueError(f"{name} must be {allowed}; got {value!r}")
+    return number
 
 
-def check_positive_int(name: str, value: object) -> None:
+def _is_a(kind: type, value: object) -> bool:
+    """isinstance, but a bool is no number."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _as_float(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must fit a float; got an int beyond its range") from None
+
+
+def check_positive_int(name: str, value: Any) -> None:
     """TypeError unless `value` is an int, ValueError unless it is at least 1."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if not _is_a(Integral, value):
         raise _wrong_type(name, value, "an int > 0")
     if value < 1:
         raise ValueError(f"{name} must be an int > 0; got {value!r}")
+    if value >= 2**63:
+        raise ValueError(f"{name} must be an int that fits 64 bits; got {value!r}")

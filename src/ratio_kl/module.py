@@ -25,7 +25,9 @@ class FusedLinearRatioKLLoss(nn.Module):
         config: the options, or None to give them as keywords; not both.
         backend: "torch", "triton", or None for the fastest that can run here. A named backend
             never falls back.
-        chunk_bytes: budget of all temporaries of a pass together, in bytes; default 256 MiB.
+        chunk_bytes: budget of a pass's tiles together, in bytes; default 256 MiB. Beside them: with
+            half-precision leaves one float32 sum of min(N, V) x H, on a GPU a copy of the active
+            rows.
         grads: "backward" runs pass 2 in backward; "forward" runs both passes in forward, so that
             nothing reads hidden or weight afterwards (ZeRO-3 gathers the weight around forward
             only), and cannot be compiled.
@@ -36,7 +38,7 @@ class FusedLinearRatioKLLoss(nn.Module):
             default group where torch.distributed is initialised; "local": no communication.
         **options: the fields of RatioKLConfig.
 
-    None of these but `config` and `options` changes a result beyond rounding.
+    None of these but `config`, `options` and `process_group` changes a result beyond rounding.
 
     Raises:
         ValueError: an unknown option, or a value outside its allowed range.

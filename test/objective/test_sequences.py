@@ -310,7 +310,7 @@ def test_padded_layout() -> None:
 
 def test_the_packed_mask_is_a_copy() -> None:
     mask = torch.tensor([True, False, True])
-    copy, faults = packed_mask(mask, torch.tensor([0, 3]), "later")
+    copy, faults = packed_mask(mask, torch.tensor([0, 3]), False, "later")
     assert torch.equal(copy, mask)
     assert not faults.any()
     assert copy.data_ptr() != mask.data_ptr()

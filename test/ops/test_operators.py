@@ -80,7 +80,7 @@ def test_segment_operators_are_well_behaved() -> None:
     offsets = torch.tensor([0, 2, 2, 7])
     opcheck(segment_sum, (torch.randn(9).requires_grad_(), offsets))
     opcheck(segment_spread, (torch.randn(3).requires_grad_(), offsets, 9))
-    opcheck(packed_mask, (torch.arange(9) < 7, offsets, "later"))
+    opcheck(packed_mask, (torch.arange(9) < 7, offsets, False, "later"))
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])

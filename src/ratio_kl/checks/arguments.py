@@ -3,24 +3,33 @@
 Only types, shapes, dtypes and devices are looked at, so nothing waits for a device.
 """
 
+import reprlib
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import is_available as _distributed_is_available
 
+FLOATING_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_tensor(name: str, value: object) -> Tensor:
     """TypeError unless `value` is a tensor."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor; got {value!r} of type {type(value).__name__}")
+        hint = "; pass its weight" if isinstance(value, nn.Module) else ""
+        shown = reprlib.repr(value)
+        raise TypeError(
+            f"{name} must be a tensor; got {shown} of type {type(value).__name__}{hint}"
+        )
+    if value.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor; got layout {value.layout}")
     return value
 
 
 def check_floating(name: str, value: object) -> Tensor:
     """`value` as a floating-point tensor: float64, float32, bfloat16 or float16."""
     tensor = check_tensor(name, value)
-    if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    if tensor.dtype not in FLOATING_DTYPES:
         raise ValueError(
             f"{name} must have dtype float64, float32, bfloat16 or float16; got {tensor.dtype}"
         )
@@ -38,8 +47,8 @@ def check_integer(name: str, value: object) -> Tensor:
 def check_real(name: str, value: object) -> Tensor:
     """`value` as a tensor of bools, integers or floats (not complex, not quantised)."""
     tensor = check_tensor(name, value)
-    if tensor.dtype != torch.bool and tensor.dtype not in INTEGER_DTYPES:
-        check_floating(name, tensor)
+    if tensor.dtype not in (torch.bool, *INTEGER_DTYPES, *FLOATING_DTYPES):
+        raise ValueError(f"{name} must have dtype bool, integer or floating; got {tensor.dtype}")
     return tensor
 
 
@@ -78,6 +87,8 @@ def check_head(
         looks = ""
         if weight.dim() == 2 and weight.shape[0] == width:
             looks = "; it looks transposed: pass lm_head.weight as it is"
+            if width > weight.shape[1]:
+                looks = f"; {h_name} looks like logits: pass the last hidden state"
         raise ValueError(
             f"{w_name} must have shape [V, H] with H = {width} as in {h_name}; "
             f"got {list(weight.shape)}{looks}"

@@ -20,8 +20,8 @@ class Group(NamedTuple):
     """Number of ranks, > 1."""
 
 
-def resolve(process_group: object = None) -> Group | None:
-    """The group that a `process_group` argument means now.
+def resolve(process_group: object = None, *, name: str = "process_group") -> Group | None:
+    """The group that a `process_group` argument means now; `name` is what the caller calls it.
 
     Args:
         process_group: None for the default group where torch.distributed is initialised and no
@@ -42,7 +42,7 @@ def resolve(process_group: object = None) -> Group | None:
         process_group = dist.group.WORLD
     if not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
         raise TypeError(
-            "process_group must be None (the default group), 'local' (no communication) or a "
+            f"{name} must be None (the default group), 'local' (no communication) or a "
             "torch.distributed.ProcessGroup that this rank belongs to; got "
             f"{process_group!r} of type {type(process_group).__name__}"
         )

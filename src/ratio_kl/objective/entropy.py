@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks.arguments import check_device, check_floating, check_real, check_shape
 from ..config import check_real_option
 from ..distributed.groups import Group, resolve
 from ..distributed.quantile import masked_quantile
@@ -58,22 +59,11 @@ def high_entropy_mask(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, dtype or value.
     """
-    for name, tensor in (("entropies", entropies), ("mask", mask)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
-    if not entropies.is_floating_point():
-        raise ValueError(f"entropies must have a floating dtype; got {entropies.dtype}")
-    if mask.shape != entropies.shape:
-        raise ValueError(
-            f"mask must have the shape of entropies, {list(entropies.shape)}; "
-            f"got {list(mask.shape)}"
-        )
-    if mask.device != entropies.device:
-        raise ValueError(
-            f"mask must be on the device of entropies, {entropies.device}; got {mask.device}"
-        )
-    check_real_option("top_entropy_quantile", quantile)
-    return entropy_mask(entropies, mask != 0, quantile, resolve(group)).keep
+    entropies, mask = check_floating("entropies", entropies), check_real("mask", mask)
+    check_shape("mask", mask, (tuple(entropies.shape), "entropies.shape"))
+    check_device("mask", mask, entropies.device, owner="entropies")
+    share = check_real_option("top_entropy_quantile", quantile, name="quantile")
+    return entropy_mask(entropies, mask != 0, share, resolve(group, name="group")).keep
 
 
 def entropy_bonus(entropies: Tensor, keep: EntropyMask) -> Tensor:

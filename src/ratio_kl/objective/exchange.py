@@ -16,7 +16,7 @@ from ..distributed.groups import Group, sum_over
 from .inputs import Tokens
 from .policy import PRESETS
 from .reduction import SPANS_THE_STEP
-from .sequences import packing_error
+from .sequences import RULES, packing_error
 
 
 def communicates(config: RatioKLConfig, num_items: object, group: Group | None) -> bool:
@@ -46,7 +46,7 @@ def exchange(
     parts = [
         tokens.mask.sum().reshape(1),
         torch.nn.functional.pad(worst, (0, 2 - worst.shape[0])),
-        worst.new_zeros(4) if packing is None else packing,
+        worst.new_zeros(RULES) if packing is None else packing,
     ]
     return _checked_count(sum_over(torch.cat(parts), group), vocab_size, checks)
 

@@ -77,7 +77,9 @@ def read_tokens(
     mask = read.tokens("attention_mask", attention_mask) != 0
     packing_faults = None
     if isinstance(layout, Packed):
-        mask, packing_faults = packed_mask(mask, layout.cu_seqlens, checks)
+        given = (advantages, sampling_ratio, temperature)
+        both = read.could_be_either(given)
+        mask, packing_faults = packed_mask(mask, layout.cu_seqlens, both, checks)
     return Tokens(
         layout=layout,
         caller_shape=tuple(ids.shape),
@@ -138,18 +140,24 @@ class _Reader:
 
     def temperature(self, value: Tensor, mask: Tensor) -> Tensor:
         """A tensor temperature, 0-d too, at each token."""
-        if value.dim() > 0:
+        if check_real("temperature", value).dim() > 0:
             return self.broadcast("temperature", value, mask, neutral=1)
-        check_device("temperature", check_floating("temperature", value), self.device)
+        check_device("temperature", value, self.device)
         return torch.where(mask, value.detach().to(self.dtype), 1)
 
     def is_per_token(self, tensor: Tensor) -> bool:
         """Whether a checked argument has one entry a token.
 
-        Where both readings fit they mean the same ([B, 1] with T = 1), except for a packed 1-D
-        tensor with N = S, which is per token.
+        Where both readings fit they mean the same: [B, 1] with T = 1, and what could_be_either
+        has found.
         """
         return any(tuple(tensor.shape) == shape for shape, _ in self._token_shapes())
+
+    def could_be_either(self, arguments: tuple[object, ...]) -> bool:
+        """Whether one is 1-D with N = S entries: one a token and one a sequence."""
+        if self.layout.num_sequences != self.layout.shape[0]:
+            return False
+        return any(isinstance(x, Tensor) and x.shape == self.layout.shape for x in arguments)
 
     def _token_shapes(self) -> list[tuple[tuple[int, ...], str]]:
         if isinstance(self.layout, Padded):
@@ -186,11 +194,13 @@ def read_items(value: object, device: torch.device) -> Tensor | float | None:
 
     Raises:
         TypeError: it is neither.
-        ValueError: it is negative, or a tensor with more than one element.
+        ValueError: it is a negative number, or a tensor of bools or of more than one element.
     """
     if value is None:
         return None
     if isinstance(value, Tensor):
+        if value.dtype == torch.bool:
+            raise ValueError("num_items_in_batch must have a number's dtype; got torch.bool")
         if value.numel() != 1:
             raise ValueError(
                 f"num_items_in_batch must have one element; got shape {list(value.shape)}"

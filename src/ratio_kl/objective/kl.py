@@ -4,6 +4,8 @@ Divergence"). `delta` is ref_logps - logps; all are elementwise and differentiab
 import torch
 from torch import Tensor
 
+from .bounds import bounded
+
 
 def k1(delta: Tensor, limit: float | None) -> Tensor:
     """-delta: unbiased, of either sign. Linear, so `limit` is not needed."""
@@ -20,8 +22,7 @@ def k3(delta: Tensor, limit: float | None) -> Tensor:
 
     expm1 keeps the digits that exp(delta) - 1 loses for the small deltas of most tokens.
     """
-    if limit is not None:
-        delta = delta.clamp(-limit, limit)
+    delta = bounded(delta, limit)
     return torch.expm1(delta) - delta
 
 

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks.arguments import check_device, check_floating, check_head, check_shape
+from ..checks.arguments import check_device, check_floating, check_head, check_real, check_shape
 from ..config import RatioKLConfig, check_positive_int, check_real_option
 from ..distributed.groups import Group, resolve
 from ..ops.passes import (
@@ -57,6 +57,10 @@ class Runtime:
     def __post_init__(self) -> None:
         if self.grads not in ("backward", "forward"):
             raise ValueError(f"grads must be 'backward' or 'forward'; got {self.grads!r}")
+        if isinstance(self.process_group, str) and self.process_group != "local":
+            raise TypeError(
+                f"process_group must be None, 'local' or a ProcessGroup; got {self.process_group!r}"
+            )
 
 
 def linear_policy_loss(call: Call, config: RatioKLConfig, runtime: Runtime) -> LossOutput:
@@ -159,8 +163,7 @@ def _modifiers(call: Call, tokens: Tokens, config: RatioKLConfig) -> LogitModifi
     if tokens.temperature is not None:
         temperature = tokens.temperature.reshape(-1)
     elif call.temperature is not None:
-        check_real_option("temperature", call.temperature)
-        temperature = call.temperature
+        temperature = check_real_option("temperature", call.temperature)
     else:
         temperature = config.temperature
     return LogitModifiers(temperature, config.logit_scale, config.softcap, config.vocab_size)
@@ -174,10 +177,11 @@ def _step(call: Call, tokens: Tokens, config: RatioKLConfig, group: Group | None
             raise ValueError(
                 f"entropy_coef must have one element; got shape {list(entropy_coef.shape)}"
             )
+        check_real("entropy_coef", entropy_coef)
         like = tokens.advantages
         entropy_coef = entropy_coef.detach().reshape(()).to(like.device, like.dtype)
     else:
-        check_real_option("entropy_coef", entropy_coef)
+        entropy_coef = check_real_option("entropy_coef", entropy_coef)
     return Step(
         num_items=read_items(call.num_items_in_batch, call.hidden.device),
         accumulation_steps=call.gradient_accumulation_steps,

@@ -59,7 +59,8 @@ def metrics_of(policy_loss: Tensor, shown: Shown, tokens: Tokens, level: str) ->
         means = [*_token_means(of_tokens + of_ratios, tokens.mask)]
     kl, entropy, kept, ratio, low, high, clipped = means
     return Metrics(
-        policy_loss=policy_loss.detach(),
+        # A copy: a trainer may scale its loss in place.
+        policy_loss=policy_loss.detach().clone(),
         kl=kl,
         entropy=entropy,
         ratio_mean=ratio,

@@ -45,10 +45,11 @@ def sapo(
 ) -> Tensor:
     """-sigmoid(tau (r - 1)) (4 / tau) A with tau by the sign of A: a soft gate for the clip.
 
+    Written as (sigmoid(tau (1 - r)) - 1) (4 / tau) A, whose gradient keeps its digits at large r.
     Reference: Soft Adaptive Policy Optimization (arXiv 2511.20347).
     """
     tau = _choose(advantages > 0, temperature_pos, temperature_neg, ratio.dtype)
-    return -torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages
+    return (torch.sigmoid(tau * (1 - ratio)) - 1) * (4 / tau) * advantages
 
 
 def vespo(phi: Tensor, advantages: Tensor, logps: Tensor) -> Tensor:

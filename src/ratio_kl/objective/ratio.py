@@ -19,6 +19,7 @@ from ..ops.backends import check_backend
 from ..ops.contract import DEFAULT_CHUNK_BYTES
 from ..ops.linear_logprob import linear_logprob
 from ..ops.logits_logprob import logits_ratio_kl_op
+from .bounds import bounded
 from .kl import k3
 from .sequences import Layout
 
@@ -57,7 +58,7 @@ LEVELS = {
 
 def bounded_exp(log_weight: Tensor, limit: float | None) -> Tensor:
     """exp, of the input clamped to +-limit: finite, with gradient 0 beyond."""
-    return (log_weight if limit is None else log_weight.clamp(-limit, limit)).exp()
+    return bounded(log_weight, limit).exp()
 
 
 def linear_ratio_kl(
@@ -105,7 +106,7 @@ def linear_ratio_kl(
         ValueError, TypeError: as linear_logprob; the reference came twice or not at all.
     """
     if log_ratio_limit is not None:
-        check_real_option("log_ratio_limit", log_ratio_limit)
+        log_ratio_limit = check_real_option("log_ratio_limit", log_ratio_limit)
     if (ref_logps is None) == (ref_hidden is None):
         count = "neither" if ref_logps is None else "both"
         raise ValueError(f"the reference must come once, as ref_logps or ref_hidden; got {count}")
@@ -185,9 +186,10 @@ def ratio_kl(
     check_backend(backend)
     policy = check_floating("policy_logits", policy_logits)
     reference = check_floating("ref_logits", ref_logits)
-    if policy.dim() < 2 or policy.shape[-1] == 0:
+    if policy.dim() not in (2, 3) or policy.shape[-1] == 0:
         raise ValueError(
-            f"policy_logits must have shape [B, T, V] with V > 0; got {list(policy.shape)}"
+            "policy_logits must have shape [B, T, V] or [N, V] with V > 0; "
+            f"got {list(policy.shape)}"
         )
     check_shape("ref_logits", reference, (tuple(policy.shape), "policy_logits.shape"))
     check_device("ref_logits", reference, policy.device, owner="policy_logits")

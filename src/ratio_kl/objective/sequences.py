@@ -80,11 +80,13 @@ class Packed(Layout):
 @torch.library.custom_op("ratio_kl::segment_sum", mutates_args=())
 def segment_sum(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[N] values -> [S] sums over cu_seqlens[i] : cu_seqlens[i + 1], in a fixed order."""
+    # Bad offsets may not be known to be bad yet; segment_reduce would read wherever they point.
+    offsets = cu_seqlens.clamp(0, tokens.shape[0]).cummax(0).values
     # segment_reduce adds one after the other: in float64, so that long sequences lose no digits.
     sums = torch.segment_reduce(
         tokens.to(torch.float64).contiguous(),
         "sum",
-        offsets=cu_seqlens,
+        offsets=offsets,
         axis=0,
         unsafe=True,
         initial=0,
@@ -111,10 +113,13 @@ def _(sequences, cu_seqlens, tokens):
 
 
 @torch.library.custom_op("ratio_kl::packed_mask", mutates_args=())
-def packed_mask(mask: Tensor, cu_seqlens: Tensor, checks: str) -> tuple[Tensor, Tensor]:
-    """A copy of the bool mask [N], and which rules cu_seqlens [S + 1] breaks: int64 [4], 0 or 1.
+def packed_mask(
+    mask: Tensor, cu_seqlens: Tensor, ambiguous: bool, checks: str
+) -> tuple[Tensor, Tensor]:
+    """A copy of the bool mask [N], and which rules cu_seqlens [S + 1] breaks: int64 [5], 0 or 1.
 
-    A copy, so that a compiler which drops what nobody uses keeps the check.
+    A copy, so that a compiler which drops what nobody uses keeps the check. `ambiguous`: an
+    argument may have one entry a token or one a sequence, so that these must be the same.
 
     Raises:
         ValueError: cu_seqlens does not start at 0, decreases, ends past N, or leaves active
@@ -127,6 +132,9 @@ def packed_mask(mask: Tensor, cu_seqlens: Tensor, checks: str) -> tuple[Tensor, 
         (cu_seqlens.diff() < 0).any(),
         cu_seqlens[-1] > tokens,
         (mask & past_the_last).any(),
+        (cu_seqlens != torch.arange(len(cu_seqlens), device=mask.device)).any()
+        if ambiguous
+        else cu_seqlens.new_zeros((), dtype=torch.bool),
     )
     counts = torch.stack(faults).to(torch.int64)
     check_counts(counts, packing_error, checks)
@@ -134,8 +142,8 @@ def packed_mask(mask: Tensor, cu_seqlens: Tensor, checks: str) -> tuple[Tensor, 
 
 
 @packed_mask.register_fake
-def _(mask, cu_seqlens, checks):
-    return torch.empty_like(mask), mask.new_empty(4, dtype=torch.int64)
+def _(mask, cu_seqlens, ambiguous, checks):
+    return torch.empty_like(mask), mask.new_empty(RULES, dtype=torch.int64)
 
 
 _PACKING_RULES = (
@@ -143,7 +151,10 @@ _PACKING_RULES = (
     "must never decrease",
     "must end at N, the number of tokens, or before",
     "must cover every active token: attention_mask must be 0 past its last entry",
+    "has as many sequences as there are tokens, so that a 1-D argument could have one entry a "
+    "token or one a sequence: pass it as [S, 1] or [1, N]",
 )
+RULES = len(_PACKING_RULES)
 
 
 def packing_error(*faults: int) -> ValueError:

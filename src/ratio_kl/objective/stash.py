@@ -7,7 +7,6 @@ around forward only (ZeRO-3). The price is one stashed gradient of each leaf bet
 from collections.abc import Callable
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..ops.contract import Needs
 from ..ops.passes import HeadRows, RowScores, pass_one, pass_two
@@ -39,6 +38,9 @@ def loss_with_stashed_gradients(
         entropies = scores.entropies.detach().requires_grad_()
         output = surrogate(scores._replace(logps=logps, entropies=entropies))
         g, h = torch.autograd.grad(output.loss, (logps, entropies), allow_unused=True)
+        if rows.mask is not None:
+            # An inactive row's scores are constants, whatever the surrogate made of them.
+            g, h = (None if x is None else torch.where(rows.mask, x, 0) for x in (g, h))
     with torch.no_grad():
         # fp16 cannot hold a gradient before the loss scale has multiplied it.
         half = any(leaf is not None and leaf.dtype == torch.float16 for leaf in leaves)
@@ -53,15 +55,33 @@ class _HandOn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, loss, d_hidden, d_weight, d_bias):
-        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        result = loss.clone()
+        ctx.save_for_backward(result, d_hidden, d_weight, d_bias)
         ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in (hidden, weight, bias)]
-        return loss.clone()
+        return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_output):
+        result, *gradients = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            grad_output = _Once.apply(grad_output, result)
         scaled = (
             None if gradient is None else (gradient * grad_output).to(dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
         return *scaled, None, None, None, None
+
+
+class _Once(torch.autograd.Function):
+    """grad_output as it is; asking for its gradient is asking for a second derivative."""
+
+    @staticmethod
+    def forward(ctx, grad_output, result):
+        return grad_output.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        raise RuntimeError(
+            "ratio_kl has no double backward: the gradients made in forward cannot be "
+            "differentiated again. Use create_graph=False, or full logits for second derivatives"
+        )

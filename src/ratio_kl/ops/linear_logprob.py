@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..checks.arguments import (
     check_device,
-    check_floating,
     check_head,
     check_integer,
     check_real,
@@ -108,7 +107,7 @@ def linear_logprob(
 
 def _row_temperature(temperature: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
     """A tensor temperature as one entry a row, [N]."""
-    temperature = check_floating("temperature", temperature)
+    temperature = check_real("temperature", temperature)
     check_device("temperature", temperature, device)
     expected = [(tuple(shape), "action_ids.shape"), ((), "[]")]
     if len(shape) == 2:

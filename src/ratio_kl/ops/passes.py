@@ -189,9 +189,8 @@ def _scalar(
     """
     if value is None and neutral is None:
         return None
-    check_real_option(name, value)
-    assert value is not None
-    return None if value == neutral else torch.ones((), dtype=dtype, device=device) * value
+    number = check_real_option(name, value)
+    return None if number == neutral else torch.ones((), dtype=dtype, device=device) * number
 
 
 def _vocab_size(vocab_size: int | None, rows: int) -> int:

@@ -49,8 +49,9 @@ class LogitTiles:
     def __init__(self, head: Head, rows: Tensor | None, *, buffers: int, sums: bool = False):
         self.head = head
         self.dtype = head.logits_dtype
-        self.selected = select(head.hidden, rows)
-        self.count, self.width = self.selected.shape
+        self.rows = rows
+        self.count = head.hidden.shape[0] if rows is None else rows.shape[0]
+        self.width = head.hidden.shape[1]
         # CUDA multiplies half precision with a float32 result; elsewhere operands are widened.
         on_cuda = head.hidden.device.type == "cuda"
         self.operand_dtype = head.compute_dtype if on_cuda else self.dtype
@@ -64,7 +65,7 @@ class LogitTiles:
             head.vocab_size,
             budget=head.chunk_bytes,
             element_bytes=buffers * size,
-            row_bytes=self._cast_bytes(head.hidden) + sum_bytes,
+            row_bytes=self._row_bytes() + sum_bytes,
             column_bytes=self._cast_bytes(head.weight) + sum_bytes,
         )
         shape = (self.row_step * self.column_step,)
@@ -74,6 +75,11 @@ class LogitTiles:
     def _cast_bytes(self, operand: Tensor) -> int:
         cast = operand.dtype != self.operand_dtype
         return self.operand_dtype.itemsize * self.width if cast else 0
+
+    def _row_bytes(self) -> int:
+        hidden = self.head.hidden
+        picked = 0 if self.rows is None else hidden.dtype.itemsize * self.width
+        return picked + self._cast_bytes(hidden)
 
     def row_blocks(self) -> list[slice]:
         return _blocks(self.count, self.row_step)
@@ -88,7 +94,11 @@ class LogitTiles:
         return [(r, c) for r in self.row_blocks() for c in self.column_blocks()]
 
     def hidden(self, block: slice) -> Tensor:
-        return self.selected[block].to(self.operand_dtype)
+        """The selected rows of a block: picked here, so that no copy of all of them exists."""
+        hidden = self.head.hidden
+        if self.rows is not None:
+            return hidden.index_select(0, self.rows[block]).to(self.operand_dtype)
+        return hidden[block].to(self.operand_dtype)
 
     def weight(self, columns: slice) -> Tensor:
         return self.head.weight[columns].to(self.operand_dtype)

@@ -62,10 +62,10 @@ def backward(
     d_hidden = d_weight = d_bias = None
     if needs.hidden:
         dtype = _gradient_dtype(head.hidden, tiles, needs)
-        d_hidden = _RunningGradient(tiles.selected.shape, dtype, tiles, hidden_whole)
+        d_hidden = _RunningGradient(head.hidden, dtype, tiles, hidden_whole, rows)
     if needs.weight:
         dtype = _gradient_dtype(head.weight, tiles, needs)
-        d_weight = _RunningGradient(head.weight.shape, dtype, tiles, not hidden_whole)
+        d_weight = _RunningGradient(head.weight, dtype, tiles, not hidden_whole)
     if needs.bias:
         d_bias = head.weight.new_zeros(head.weight.shape[0], dtype=tiles.dtype)
     for block, columns in tiles.walk(columns_outermost=hidden_whole):
@@ -80,9 +80,8 @@ def backward(
             d_bias[columns] += d_logits.sum(0)
     if d_bias is not None and head.bias is not None:
         d_bias = d_bias.to(_gradient_dtype(head.bias, tiles, needs))
-    count = head.hidden.shape[0]
     return Gradients(
-        hidden=None if d_hidden is None else _scatter(d_hidden.finish(), rows, count),
+        hidden=None if d_hidden is None else d_hidden.finish(),
         weight=None if d_weight is None else d_weight.finish(),
         bias=d_bias,
     )
@@ -185,21 +184,36 @@ class _RunningGradient:
 
     Where the gradient has that dtype, it is its own sum. Otherwise the sum is either whole
     (tiles of all blocks interleave) or one block long (all tiles of a block come in a row).
+    Blocks count the selected rows of the leaf; all other rows of the gradient are 0.
     """
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, tiles: LogitTiles, whole: bool):
-        self.whole = whole or dtype == tiles.dtype
+    def __init__(
+        self,
+        leaf: Tensor,
+        dtype: torch.dtype,
+        tiles: LogitTiles,
+        whole: bool,
+        rows: Tensor | None = None,
+    ):
+        self.rows = rows
+        self.whole = whole
         self.open: slice | None = None
-        self.dtype = dtype
-        device = tiles.selected.device
-        block = max(tiles.row_step, tiles.column_step)
-        sum_shape = shape if self.whole else (min(block, shape[0]), shape[1])
-        self.sum = torch.zeros(sum_shape, dtype=tiles.dtype, device=device)
-        self.result = self.sum if self.whole else torch.zeros(shape, dtype=dtype, device=device)
+        self.result = leaf.new_zeros(leaf.shape, dtype=dtype)
+        self.sum: Tensor | None = None
+        if dtype != tiles.dtype:
+            lines = leaf.shape[0] if rows is None else rows.shape[0]
+            lines = lines if whole else min(max(tiles.row_step, tiles.column_step), lines)
+            self.sum = leaf.new_zeros((lines, leaf.shape[1]), dtype=tiles.dtype)
 
     def add(self, block: slice, left: Tensor, right: Tensor) -> None:
-        """result[block] += left @ right."""
-        if self.whole:
+        """gradient[block] += left @ right."""
+        if self.sum is None and self.rows is not None:
+            # Each row occurs once, so the order of additions is that of the tiles.
+            self.result.index_add_(0, self.rows[block], _product(left, right, self.result.dtype))
+            return
+        if self.sum is None:
+            target = self.result[block]
+        elif self.whole:
             target = self.sum[block]
         else:
             if block != self.open:
@@ -212,15 +226,30 @@ class _RunningGradient:
             torch.addmm(target, left, right, out_dtype=target.dtype, out=target)
 
     def _round_open_block(self) -> None:
-        if self.open is not None:
-            self.result[self.open] = self.sum[: self.open.stop - self.open.start]
+        if self.open is not None and self.sum is not None:
+            self._round(self.open, self.sum[: self.open.stop - self.open.start])
             self.sum.zero_()
 
+    def _round(self, block: slice, sums: Tensor) -> None:
+        if self.rows is None:
+            self.result[block] = sums
+        else:
+            self.result.index_copy_(0, self.rows[block], sums.to(self.result.dtype))
+
     def finish(self) -> Tensor:
-        """The gradient in the leaf's dtype."""
-        if not self.whole:
+        """The gradient."""
+        if self.sum is not None and self.whole:
+            self._round(slice(0, self.sum.shape[0]), self.sum)
+        else:
             self._round_open_block()
-        return self.result.to(self.dtype)
+        return self.result
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right in `dtype`: that of the operands, or wider on CUDA."""
+    if left.dtype == dtype:
+        return torch.mm(left, right)
+    return torch.mm(left, right, out_dtype=dtype)
 
 
 def _targets(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:

@@ -20,9 +20,11 @@ def forward(
     zeros = torch.zeros(action_ids.shape, dtype=dtype, device=policy_logits.device)
     logps, delta, peak, log_sum = zeros, zeros.clone(), zeros.clone(), zeros.clone()
     vocab_size = policy_logits.shape[-1]
+    # A narrow dtype would wrap the vocabulary's size.
+    action_ids = action_ids.to(torch.int64)
     bad_ids = (mask & ((action_ids < 0) | (action_ids >= vocab_size))).sum()
     for rows in _row_blocks(mask, policy_logits):
-        ids = action_ids[rows].to(torch.int64)
+        ids = action_ids[rows]
         logps[rows], peak[rows], log_sum[rows] = _selected_logps(policy_logits[rows], ids, dtype)
         delta[rows] = _selected_logps(ref_logits[rows], ids, dtype)[0] - logps[rows]
     log_ratio = torch.where(mask, logps - old_logps.to(dtype), 0)
