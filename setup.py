@@ -40,6 +40,7 @@ setup(
         "test": [
             "build",
             "hypothesis",
+            "matplotlib",
             "numpy",
             "pytest>=8.1",
             "pytest-timeout",

@@ -29,13 +29,14 @@ class FusedLinearRatioKLLoss(nn.Module):
             half-precision leaves one float32 sum of min(N, V) x H, on a GPU a copy of the active
             rows.
         grads: "backward" runs pass 2 in backward; "forward" runs both passes in forward, so that
-            nothing reads hidden or weight afterwards (ZeRO-3 gathers the weight around forward
-            only), and cannot be compiled.
+            nothing of ours reads hidden or weight afterwards (for ZeRO-3), and cannot be compiled
+            as one graph.
         validate: "eager" raises for bad values on an accelerator at once, for one
             synchronisation; None raises at the host's next read (this call's backward, a later
             call, `check`). On the CPU both raise at once.
         process_group: ranks that share the entropy quantile and the token count. None: the
-            default group where torch.distributed is initialised; "local": no communication.
+            default group where torch.distributed is initialised; "local": no communication, and
+            no factor for gradients that are averaged over ranks afterwards.
         **options: the fields of RatioKLConfig.
 
     None of these but `config`, `options` and `process_group` changes a result beyond rounding.

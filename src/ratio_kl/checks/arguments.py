@@ -97,6 +97,7 @@ def check_head(
     if bias is None:
         return hidden, weight, None
     bias = check_floating(b_name, bias)
+    _refuse_dtensor(b_name, bias)
     check_shape(b_name, bias, ((weight.shape[0],), "[V]"))
     check_device(b_name, bias, hidden.device)
     return hidden, weight, bias
@@ -110,6 +111,6 @@ def _refuse_dtensor(name: str, tensor: Tensor) -> None:
     if isinstance(tensor, DTensor):
         raise ValueError(
             f"{name} is a DTensor with placements {tensor.placements}, expected a plain tensor: "
-            f"pass {name}.full_tensor(), or call the loss inside the forward of the module that "
-            "FSDP gathers"
+            "call the loss inside the forward of the module that FSDP gathers, or pass "
+            f"{name}.full_tensor(grad_placements=[Partial('avg')])"
         )
