@@ -13,11 +13,11 @@ from .rollout import Rollout
 
 
 def loss_peak_bytes(policy: Policy, rollout: Rollout) -> int:
-    """Most memory that the loss holds at once, over a forward and a backward.
+    """Most memory that the loss holds at once, over a forward and a backward, beyond gradients.
 
     Measured on the rollout's own hidden states, cut off from the model, so that nothing but the
-    loss allocates. Counted: temporaries, saved tensors, and the gradients of hidden and weight,
-    which every loss must return. Not counted: hidden and weight themselves.
+    loss allocates. Counted: temporaries and saved tensors. Not counted: hidden and weight, and
+    their gradients, which every loss must return.
     """
     with torch.no_grad():
         hidden = completion_states(policy.backbone, rollout.prompts, rollout.completions)
@@ -34,7 +34,8 @@ def loss_peak_bytes(policy: Policy, rollout: Rollout) -> int:
             ref_logps=rollout.ref_logps,
         ).loss.backward()
 
-    return _peak_on_gpu(run) if hidden.is_cuda else _peak_on_cpu(run)
+    peak = _peak_on_gpu(run) if hidden.is_cuda else _peak_on_cpu(run)
+    return peak - sum(leaf.grad.numel() * leaf.grad.element_size() for leaf in (hidden, weight))
 
 
 def _peak_on_gpu(run: Callable[[], None]) -> int:

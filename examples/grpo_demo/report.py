@@ -63,8 +63,8 @@ def print_summary(
 def print_peak(console: Console, peak_bytes: int, logits_bytes: int) -> None:
     """Peak memory of the loss, beside the size of the logits for scale."""
     console.print(
-        f"peak memory of the loss: {peak_bytes / MEBIBYTE:.0f} MiB for forward and backward, "
-        f"gradients included; one copy of the logits would be {logits_bytes / MEBIBYTE:.0f} MiB"
+        f"peak memory of the loss: {peak_bytes / MEBIBYTE:.0f} MiB beyond its gradients, forward "
+        f"and backward; one copy of the logits would be {logits_bytes / MEBIBYTE:.0f} MiB"
     )
 
 
@@ -90,7 +90,8 @@ def print_comparison(
     fused_peak, full_peak = peaks
     console.print(
         f"peak memory of the loss: fused {fused_peak / MEBIBYTE:.0f} MiB, "
-        f"full logits {full_peak / MEBIBYTE:.0f} MiB ({full_peak / fused_peak:.1f} times as much)"
+        f"full logits, written long-hand, {full_peak / MEBIBYTE:.0f} MiB "
+        f"({full_peak / fused_peak:.1f} times as much), beyond the gradients"
     )
 
 
@@ -108,7 +109,7 @@ def plot(
     curves = {
         "reward": (steps, [step.reward for step in history]),
         "held-out accuracy": (list(scores), [score.accuracy for score in scores.values()]),
-        "KL to the reference": (steps, [step.kl for step in history]),
+        "KL, after a step's updates": (steps, [step.kl for step in history]),
         "entropy (nats)": (steps, [step.entropy for step in history]),
         "clip fraction": (steps, [step.clip_fraction for step in history]),
     }

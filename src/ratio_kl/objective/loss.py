@@ -48,7 +48,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Runtime:
-    """How and where a call is computed: nothing here changes a result beyond rounding."""
+    """How and where a call is computed; only the process group can change a result."""
 
     execution: Execution
     grads: Literal["backward", "forward"]

@@ -18,7 +18,20 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
         qualified = f"ratio_kl::{name}"
         schema = torch.library.infer_schema(function, mutates_args=())
         torch.library.define(qualified, schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(qualified, "CompositeExplicitAutograd", func=function)
+        torch.library.impl(qualified, "CompositeExplicitAutograd", func=_untraced(function))
         return getattr(torch.ops.ratio_kl, name).default
 
     return register
+
+
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, into which torch.compile does not look when it runs an operator eagerly."""
+    guarded: list[Callable[..., Any]] = []
+
+    def implementation(*args: Any) -> Any:
+        if not guarded:
+            # At the first call: this imports the compiler, which takes longer than all of torch.
+            guarded.append(torch.compiler.disable(function))
+        return guarded[0](*args)
+
+    return implementation

@@ -9,7 +9,10 @@ Never stored: a second copy of the logits. Inactive rows are never read.
 import torch
 from torch import Tensor
 
-from .contract import DEFAULT_CHUNK_BYTES, LogitsSaved, LogitsScores
+from .contract import LogitsSaved, LogitsScores
+
+_BLOCK_BYTES = 16 * 1024 * 1024
+"""Size of the float copy of a block of rows: small enough to stay in a cache between its uses."""
 
 
 def forward(
@@ -69,22 +72,24 @@ def backward(
 def _selected_logps(
     logits: Tensor, ids: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log-probability of each id, max and log_sum of each row; NaN for an id out of range."""
+    """log-probability of each id, max and log_sum of each row; NaN for an id out of range.
+
+    `logits` is a block of rows of the caller's own, and is overwritten.
+    """
     logits = logits.to(dtype)
     inside = (ids >= 0) & (ids < logits.shape[1])
     target = logits.gather(1, torch.where(inside, ids, 0)[:, None]).squeeze(1)
     peak = logits.amax(1)
     base = torch.where(peak == -torch.inf, 0, peak)
-    log_sum = (logits - base[:, None]).exp_().sum(1).log_()
+    log_sum = logits.sub_(base[:, None]).exp_().sum(1).log_()
     logps = torch.clamp((target - peak) - log_sum, max=0)
     return torch.where(inside, logps, torch.nan), peak, log_sum
 
 
 def _row_blocks(rows: Tensor, logits: Tensor) -> list[tuple[Tensor, ...]]:
     """Indices of the rows marked in `rows`, in blocks whose float copies fit the budget."""
-    # A block holds its logits and their exponentials.
-    row_bytes = 2 * _accumulation_dtype(logits).itemsize * logits.shape[-1]
-    step = max(1, DEFAULT_CHUNK_BYTES // max(row_bytes, 1))
+    row_bytes = (logits.itemsize + _accumulation_dtype(logits).itemsize) * logits.shape[-1]
+    step = max(1, _BLOCK_BYTES // row_bytes)
     indices = rows.nonzero()
     return [block.unbind(1) for block in indices.split(step)] if indices.numel() else []
 
