@@ -38,9 +38,6 @@ def loss_with_stashed_gradients(
         entropies = scores.entropies.detach().requires_grad_()
         output = surrogate(scores._replace(logps=logps, entropies=entropies))
         g, h = torch.autograd.grad(output.loss, (logps, entropies), allow_unused=True)
-        if rows.mask is not None:
-            # An inactive row's scores are constants, whatever the surrogate made of them.
-            g, h = (None if x is None else torch.where(rows.mask, x, 0) for x in (g, h))
     with torch.no_grad():
         # fp16 cannot hold a gradient before the loss scale has multiplied it.
         half = any(leaf is not None and leaf.dtype == torch.float16 for leaf in leaves)

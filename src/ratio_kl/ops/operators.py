@@ -147,18 +147,19 @@ def _save_for_backward(ctx, inputs, output) -> None:
     ctx.knobs = (vocab_size, compute_dtype, backend, chunk_bytes)
 
 
+def of_active_rows(grad: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """An inactive row's results are constants, whatever gradient comes in for them."""
+    return grad if grad is None or mask is None else torch.where(mask, grad, 0)
+
+
 def _backward(ctx, grad_logps, grad_entropies, *_):
     needs = ctx.needs_input_grad[:3]
     mask, *saved = ctx.saved_tensors
     grad_entropies = grad_entropies if ctx.with_entropy else None
     if (grad_logps is None and grad_entropies is None) or not any(needs):
         return (None,) * 14
-    if mask is not None:
-        # An inactive row's results are constants, whatever gradient comes in for them.
-        grad_logps, grad_entropies = (
-            None if grad is None else torch.where(mask, grad, 0)
-            for grad in (grad_logps, grad_entropies)
-        )
+    grad_logps = of_active_rows(grad_logps, mask)
+    grad_entropies = of_active_rows(grad_entropies, mask)
     gradients = linear_logprob_backward_op(
         *saved, grad_logps, grad_entropies, *ctx.knobs, *needs, False
     )

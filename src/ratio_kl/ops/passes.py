@@ -10,7 +10,7 @@ from torch import Tensor
 from ..config import check_positive_int, check_real_option
 from .backends import check_backend
 from .contract import DEFAULT_CHUNK_BYTES, Gradients, Needs
-from .operators import linear_logprob_backward_op, linear_logprob_op
+from .operators import linear_logprob_backward_op, linear_logprob_op, of_active_rows
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ def pass_two(
         scores.entropies,
         scores.max,
         scores.log_sum,
-        grad_logps,
-        grad_entropies,
+        of_active_rows(grad_logps, rows.mask),
+        of_active_rows(grad_entropies, rows.mask),
         inputs.vocab_size,
         inputs.compute_dtype,
         rows.execution.backend or "",
