@@ -113,10 +113,11 @@ def linear_logprob(
     )
     scores = pass_one(rows, Want(return_entropy, return_statistics))
     entropies = scores.entropies.reshape(shape) if return_entropy else scores.entropies
-    sum_sq, mean, top1 = scores.statistics
+    none = scores.statistics.reshape(-1)
+    log_sum_sq, mean, top1 = none, none, none
     if return_statistics:
-        sum_sq, mean, top1 = (value.reshape(shape) for value in scores.statistics)
-    return LogProbs(scores.logps.reshape(shape), entropies, sum_sq, mean, top1 != 0)
+        log_sum_sq, mean, top1 = scores.statistics.reshape(3, *shape)
+    return LogProbs(scores.logps.reshape(shape), entropies, log_sum_sq, mean, top1 != 0)
 
 
 def _row_temperature(temperature: Tensor, shape: torch.Size, device: torch.device) -> Tensor:

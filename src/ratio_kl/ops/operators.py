@@ -12,7 +12,7 @@ from torch import Tensor
 from ..checks.values import bad_values_error, check_counts, raise_pending
 from .backends import backend_for
 from .contract import Head, Needs, Saved, Scores, Want
-from .registration import operator
+from .registration import differentiable, operator
 
 
 def _bad_values(scores: Scores, inverse: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -177,11 +177,5 @@ def _refuse_double_backward(ctx, *_):
     )
 
 
-torch.library.register_autograd(
-    "ratio_kl::linear_scores", _backward, setup_context=_save_for_backward
-)
-torch.library.register_autograd(
-    "ratio_kl::linear_logprob_backward",
-    _refuse_double_backward,
-    setup_context=lambda ctx, inputs, output: None,
-)
+differentiable(linear_scores_op, _backward, _save_for_backward)
+differentiable(linear_logprob_backward_op, _refuse_double_backward)
