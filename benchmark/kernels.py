@@ -37,9 +37,7 @@ class Step(NamedTuple):
 
     def both(self, needs: Needs = TRAINED) -> Any:
         scores = self.forward()
-        saved = Saved(
-            self.ids, scores.logps, scores.max, scores.log_sum, scores.entropies, scores.bad_ids
-        )
+        saved = Saved(self.ids, scores.logps, scores.max, scores.log_sum, scores.entropies)
         return triton_backend.backward(self.head, saved, self.grads, None, needs=needs)
 
 
