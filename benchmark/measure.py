@@ -2,8 +2,10 @@
 
 Time: medians of interleaved rounds, each contender once a round, by events on a GPU and by the
 clock on a CPU. On a GPU a call is queued behind other work, as in training behind the model's
-forward: what the host does before the first kernel starts costs no time there, nor here. Memory: what torch's allocator held at most above what it held before; on a CPU
-from the allocator's own records, so that the process's other memory does not blur it.
+forward: what the host does before the first kernel starts costs no time there, nor here.
+
+Memory: what torch's allocator held at most above what it held before; on a CPU from the
+allocator's own records, so that the process's other memory does not blur it.
 """
 
 import json
