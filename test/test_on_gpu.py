@@ -18,6 +18,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*max_autotune.*:UserWarning"),
+    # torch captures one to reserve memory.
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
 ]
 
 B, T, H, V = 8, 40, 96, 1000
@@ -88,7 +90,9 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
         ("loss", "logps", "entropies", "hidden", "weight"), actual, expected, strict=True
     ):
         assert b.isfinite().all(), name
-        off = (a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-6)
+        # The loss is a sum of terms of size 1 that cancel.
+        size = b.double().abs().max().clamp(min=1.0 if name == "loss" else 1e-6)
+        off = (a.double() - b.double()).abs().max() / size
         assert off <= (BFLOAT16 if name in ("hidden", "weight") else 1e-5), f"{name}: {off:.1e}"
 
 
