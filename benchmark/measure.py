@@ -1,14 +1,16 @@
 """Time, memory and host time of calls.
 
-Time: medians of interleaved rounds, each contender once a round, by events on a GPU and by the
-clock on a CPU. On a GPU a call is queued behind other work, as in training behind the model's
-forward: what the host does before the first kernel starts costs no time there, nor here.
+Time: medians of interleaved rounds, each contender once a round in random order, by events on a
+GPU and by the clock on a CPU. On a GPU a call is queued behind other work, as in training behind
+the model's forward: what the host does before the first kernel starts costs no time there, nor
+here, and the GPU's clock, which falls with its load, is the same for each.
 
 Memory: what torch's allocator held at most above what it held before; on a CPU from the
 allocator's own records, so that the process's other memory does not blur it.
 """
 
 import json
+import random
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,8 +29,9 @@ ROUNDS = range(7, 31)
 """Fewest and most rounds."""
 PLUG_SIZE = 8192
 """Side of the square bfloat16 product that each call is queued behind, PLUGS times."""
-PLUGS = 3
-"""About 4 ms on an H200."""
+PLUGS = 40
+"""About 55 ms on an H200. After 3 of them the first contender of a round, which came after a pause,
+had a clock up to 10 % higher than one that came after another."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,11 @@ def interleaved(steps: dict[str, Step], device: torch.device, seconds: float) ->
     fit = int(1e3 * seconds / max(sum(first.values()), 1e-3))
     rounds = min(max(fit, ROUNDS.start), ROUNDS.stop - 1)
     taken: dict[str, list[float]] = {name: [] for name in steps}
+    order, dice = list(steps), random.Random(0)
     for index in range(rounds):
-        for name, step in steps.items():
-            taken[name].append(clock(step, index))
+        dice.shuffle(order)
+        for name in order:
+            taken[name].append(clock(steps[name], index))
     return {name: _timing(times) for name, times in taken.items()}
 
 

@@ -25,7 +25,7 @@ class FusedLinearRatioKLLoss(nn.Module):
         config: the options, or None to give them as keywords; not both.
         backend: "torch", "triton", or None for the fastest that can run here. A named backend
             never falls back.
-        chunk_bytes: budget of a pass's tiles together, in bytes; default 256 MiB. Beside them: with
+        chunk_bytes: budget of a pass's tiles together, in bytes; default 128 MiB. Beside them: with
             half-precision leaves one float32 sum of min(N, V) x H, on a GPU a copy of the active
             rows.
         grads: "backward" runs pass 2 in backward; "forward" runs both passes in forward, so that

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-DEFAULT_CHUNK_BYTES = 256 * 1024 * 1024
-"""Budget of all temporaries of a pass together, in bytes."""
+DEFAULT_CHUNK_BYTES = 128 * 1024 * 1024
+"""Budget of all temporaries of a pass together, in bytes. Twice as much gains 0 to 3 % of the time
+on an H200 (the most at 32,768 tokens), half as much costs 1 to 7 %."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from torch import Tensor
 from .blocks import even_part
 from .contract import Gradients, Head, Needs, Saved, Scores, Want
 
-FORWARD_BYTES = 32 * 1024 * 1024
-"""Pass 1 takes no more than this for its temporaries, however large chunk_bytes is."""
+FORWARD_BYTES = 31 * 1024 * 1024
+"""Pass 1 takes no more than this for its temporaries, however large chunk_bytes is; with the few
+numbers a row that it returns, less than 32 MiB."""
 
 
 def unavailable_reason(device: torch.device, compute_dtype: torch.dtype) -> str | None:
@@ -37,7 +38,7 @@ def unavailable_reason(device: torch.device, compute_dtype: torch.dtype) -> str 
 def forward(head: Head, action_ids: Tensor, mask: Tensor | None, *, want: Want) -> Scores:
     """Pass 1 (contract.py). No host read.
 
-    Temporaries: the partials and the active rows of a launch, at most min(chunk_bytes, 32 MiB)
+    Temporaries: the partials and the active rows of a launch, at most min(chunk_bytes, 31 MiB)
     together but at least one row tile, and 4 N bytes of row numbers if there is a mask.
     """
     N, device = head.hidden.shape[0], head.hidden.device
