@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "ops": {"ops", "kernels", "distributed", "checks", "config"},
     "objective": {"objective", "ops", "distributed", "checks", "config"},
     "module": {"objective", "ops", "checks", "config"},
-    "compat": {"compat", "module", "objective", "ops", "checks", "config"},
+    "compat": {"compat", "module", "objective", "ops", "distributed", "checks", "config"},
     "reference": {"config"},
     "": {"module", "objective", "ops", "config"},
 }

@@ -6,10 +6,16 @@ They stand for `kernel_registry.get_op("ratio_kl")` and `kernel_registry.get_op(
 https://github.com/RL-Align/RL-Kernel. Needs nothing of RL-Kernel and patches nothing.
 """
 
-from typing import Literal
+from collections.abc import MutableMapping
+from itertools import accumulate
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
+from ..checks.arguments import check_floating
+from ..distributed.groups import Group, gather_over, resolve
 from ..objective.ratio import ratio_kl
 from ..ops.contract import DEFAULT_CHUNK_BYTES
 from ..ops.linear_logprob import linear_logprob
@@ -23,6 +29,7 @@ def linear_logp(
     target_ids: Tensor,
     bias: Tensor | None = None,
     *,
+    tp_group: object = None,
     vocab_start_index: int = 0,
     global_vocab_size: int | None = None,
     backend: Literal["torch", "triton"] | None = None,
@@ -32,11 +39,13 @@ def linear_logp(
 
     Args:
         hidden: [B, S, D] or [N, D].
-        lm_head_weight: [V, D].
-        target_ids: [B, S] or [N], int, in [0, V).
-        bias: [V] or None.
-        vocab_start_index: global id of the first row of the weight.
-        global_vocab_size: rows of the whole head; None: not checked.
+        lm_head_weight: [V, D]; with tp_group this rank's rows, in the order of the ranks.
+        target_ids: [B, S] or [N], int, in [0, V) of the whole head.
+        bias: [V], as many as lm_head_weight has rows, or None.
+        tp_group: ranks over which the head is cut by rows; None: whole. The gradient of hidden is
+            the whole head's on every rank.
+        vocab_start_index: rows of the ranks before this one.
+        global_vocab_size: rows of all ranks; None: whatever they are.
         backend, chunk_bytes: as in linear_logprob; RL-Kernel has no such arguments.
 
     Returns:
@@ -44,17 +53,58 @@ def linear_logp(
         lm_head_weight and bias.
 
     Raises:
-        ValueError, TypeError: as linear_logprob; the weight is not all of the vocabulary.
+        ValueError, TypeError: as linear_logprob; vocab_start_index or global_vocab_size does not
+            fit the rows of the ranks.
 
     Reference: docs/operators/linear-logp.md of RL-Kernel.
     """
-    if vocab_start_index != 0:
+    group = None if tp_group is None else resolve(tp_group, name="tp_group")
+    rows = check_floating("lm_head_weight", lm_head_weight).shape[0]
+    sharded: dict[str, Any] = {}
+    if group is not None:
+        total = _rows_of_all(tp_group, group, rows, vocab_start_index, lm_head_weight.device)
+        sharded = {"tp_group": tp_group, "vocab_size": total}
+    elif vocab_start_index != 0:
         raise ValueError(f"vocab_start_index must be 0 without a tp_group; got {vocab_start_index}")
-    if global_vocab_size not in (None, lm_head_weight.shape[0]):
+    else:
+        total = rows
+    if global_vocab_size not in (None, total):
         raise ValueError(
-            "global_vocab_size must be the rows of lm_head_weight without a tp_group, "
-            f"{lm_head_weight.shape[0]}; got {global_vocab_size}"
+            f"global_vocab_size must be the rows of the whole head, {total}; "
+            f"got {global_vocab_size}"
         )
     return linear_logprob(
-        hidden, lm_head_weight, target_ids, bias=bias, backend=backend, chunk_bytes=chunk_bytes
+        hidden,
+        lm_head_weight,
+        target_ids,
+        bias=bias,
+        backend=backend,
+        chunk_bytes=chunk_bytes,
+        **sharded,
     ).logps
+
+
+_known: MutableMapping[Any, dict[tuple[int, int], int]] = WeakKeyDictionary()
+"""process group -> (rows, first row) of this rank -> rows of all ranks."""
+
+
+def _rows_of_all(
+    process_group: object, group: Group, rows: int, first_row: int, device: torch.device
+) -> int:
+    """Rows of all ranks. The ranks tell each other once, and remember.
+
+    Raises:
+        ValueError: on every rank, if their rows do not follow each other in the ranks' order.
+    """
+    known = _known.setdefault(process_group, {})
+    if (rows, first_row) not in known:
+        gathered = gather_over(torch.tensor([rows, first_row], device=device), group).tolist()
+        *expected, total = accumulate((count for count, _ in gathered), initial=0)
+        first_rows = [first for _, first in gathered]
+        if first_rows != expected:
+            raise ValueError(
+                "vocab_start_index must count the rows of the ranks before, in the order of "
+                f"tp_group: {expected}; got {first_rows}"
+            )
+        known[rows, first_row] = total
+    return known[rows, first_row]
