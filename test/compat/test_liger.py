@@ -196,6 +196,7 @@ def test_references_too_many_and_too_few():
     assert torch.equal(loss, loss_fn(*batch.required, ref_per_token_logps=batch.ref)[0])
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, under Triton's interpreter
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_it_compiles_as_one_graph(backend):

@@ -114,6 +114,7 @@ def test_a_group_must_be_one():
         )
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, under Triton's interpreter
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_they_compile_as_one_graph(backend):

@@ -119,6 +119,7 @@ def test_what_it_refuses(changes, complaint):
         linear_cross_entropy(**({"hidden": hidden, "weight": weight, "labels": labels} | changes))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, under Triton's interpreter
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_it_compiles_as_one_graph(backend):

@@ -9,7 +9,7 @@ from ..checks.arguments import check_device, check_integer
 from ..checks.values import check_counts
 from ..ops.contract import DEFAULT_CHUNK_BYTES
 from ..ops.linear_logprob import linear_logprob
-from ..ops.passes import compute_dtype_of, logits_dtype_of
+from ..ops.passes import logits_dtype_of
 
 
 class LigerFusedLinearScaledCrossEntropyFunction:
@@ -98,11 +98,10 @@ def _moved_to(
 
     The difference of two logits needs no further pass over the vocabulary.
     """
-    compute, logits = compute_dtype_of(hidden, weight), logits_dtype_of(hidden, weight)
-    last = weight.shape[0] - 1
-    rows = hidden.to(compute).to(logits)
+    dtype, last = logits_dtype_of(hidden, weight), weight.shape[0] - 1
+    rows = hidden.to(dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        of_chosen = rows @ weight[chosen.clamp(0, last)].to(compute).to(logits).T
-        of_target = (rows * weight[target.clamp(0, last)].to(compute).to(logits)).sum(-1)
+        of_chosen = rows @ weight[chosen.clamp(0, last)].to(dtype).T
+    of_target = (rows * weight[target.clamp(0, last)].to(dtype)).sum(-1)
     moved = (of_chosen - of_target[:, None]) / temperature
     return torch.where((chosen < 0) | (chosen > last), torch.nan, moved)

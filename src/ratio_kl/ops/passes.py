@@ -143,7 +143,7 @@ class _HeadInputs(NamedTuple):
 def _head_inputs(rows: HeadRows) -> _HeadInputs:
     """Resolve dtypes and modifiers for the operators; floats become tensors, 1 and off None."""
     hidden, weight, modifiers = rows.hidden, rows.weight, rows.modifiers
-    compute_dtype = compute_dtype_of(hidden, weight)
+    compute_dtype = _compute_dtype(hidden, weight)
     logits_dtype = logits_dtype_of(hidden, weight)
     scalar = partial(_scalar, dtype=logits_dtype, device=hidden.device)
     temperature: Tensor | None
@@ -160,7 +160,7 @@ def _head_inputs(rows: HeadRows) -> _HeadInputs:
     )
 
 
-def compute_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
+def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """The active autocast's dtype, else the promoted one, which never rounds an fp32 head."""
     promoted = torch.promote_types(hidden.dtype, weight.dtype)
     device = hidden.device.type
