@@ -59,15 +59,13 @@ def linear_logp(
     Reference: docs/operators/linear-logp.md of RL-Kernel.
     """
     group = None if tp_group is None else resolve(tp_group, name="tp_group")
-    rows = check_floating("lm_head_weight", lm_head_weight).shape[0]
+    total = check_floating("lm_head_weight", lm_head_weight).shape[0]
     sharded: dict[str, Any] = {}
     if group is not None:
-        total = _rows_of_all(tp_group, group, rows, vocab_start_index, lm_head_weight.device)
+        total = _rows_of_all(tp_group, group, lm_head_weight, vocab_start_index, global_vocab_size)
         sharded = {"tp_group": tp_group, "vocab_size": total}
     elif vocab_start_index != 0:
         raise ValueError(f"vocab_start_index must be 0 without a tp_group; got {vocab_start_index}")
-    else:
-        total = rows
     if global_vocab_size not in (None, total):
         raise ValueError(
             f"global_vocab_size must be the rows of the whole head, {total}; "
@@ -84,27 +82,39 @@ def linear_logp(
     ).logps
 
 
-_known: MutableMapping[Any, dict[tuple[int, int], int]] = WeakKeyDictionary()
-"""process group -> (rows, first row) of this rank -> rows of all ranks."""
+_known: MutableMapping[Any, dict[tuple[int, int | None], tuple[int, int]]] = WeakKeyDictionary()
+"""process group -> (rows, global_vocab_size) of this rank -> (its first row, rows of all ranks)."""
 
 
 def _rows_of_all(
-    process_group: object, group: Group, rows: int, first_row: int, device: torch.device
+    process_group: object,
+    group: Group,
+    weight: Tensor,
+    first_row: int,
+    global_vocab_size: int | None,
 ) -> int:
-    """Rows of all ranks. The ranks tell each other once, and remember.
+    """Rows of all ranks. The ranks tell each other at the first call, and remember.
 
     Raises:
-        ValueError: on every rank, if their rows do not follow each other in the ranks' order.
+        ValueError: at the first call on every rank, if their rows do not follow each other in the
+            order of the ranks; later on a rank that comes with another first row.
     """
     known = _known.setdefault(process_group, {})
-    if (rows, first_row) not in known:
-        gathered = gather_over(torch.tensor([rows, first_row], device=device), group).tolist()
-        *expected, total = accumulate((count for count, _ in gathered), initial=0)
-        first_rows = [first for _, first in gathered]
-        if first_rows != expected:
-            raise ValueError(
-                "vocab_start_index must count the rows of the ranks before, in the order of "
-                f"tp_group: {expected}; got {first_rows}"
-            )
-        known[rows, first_row] = total
-    return known[rows, first_row]
+    key = weight.shape[0], global_vocab_size
+    if key not in known:
+        own = torch.tensor([weight.shape[0], first_row], device=weight.device)
+        gathered = gather_over(own, group).tolist()
+        *expected, total = accumulate((rows for rows, _ in gathered), initial=0)
+        _check_first_rows([first for _, first in gathered], expected)
+        known[key] = first_row, total
+    expected_row, total = known[key]
+    _check_first_rows([first_row], [expected_row])
+    return total
+
+
+def _check_first_rows(first_rows: list[int], expected: list[int]) -> None:
+    if first_rows != expected:
+        raise ValueError(
+            "vocab_start_index must count the rows of the ranks before, in the order of tp_group: "
+            f"{expected}; got {first_rows}"
+        )
