@@ -61,6 +61,15 @@ def test_it_equals_liger(temperature, return_entropy, chosen):
         assert_close(mine, other, FLOAT32_TOLERANCE, "gradient")
 
 
+def test_no_chosen_log_probability_is_above_0():
+    """Logits of size 80: one token of a row has all the mass, its target a logp of -100 or so."""
+    hidden, weight, target = head()
+    chosen = torch.arange(300)
+    selected = Ours.apply(20 * hidden, weight, target, selected_token_ids=chosen)[1]
+    assert (selected <= 0).all()
+    assert (selected[target != IGNORED].amax(1) > -1).any()
+
+
 def test_another_ignored_id_and_all_rows_ignored():
     *leaves, target = head()
     outputs = Ours.apply(*leaves, torch.full_like(target, 5), 1.0, 5, 1, True, torch.tensor(CHOSEN))

@@ -65,6 +65,16 @@ def test_a01_nan_at_padding_changes_nothing(name):
         assert grad.isfinite().all()
 
 
+def test_a_mask_is_no_weight():
+    """Liger multiplies the terms by the mask's numbers; here what is not 0 is active."""
+    batch = Batch()
+    same = both(batch)
+    batch.mask = torch.where(torch.rand_like(batch.mask) < 0.5, 0.5, 1.0) * batch.mask
+    theirs, ours = both(batch)
+    assert ours == same[1]
+    assert abs(theirs - same[0]) > 0.01 * abs(same[0])
+
+
 def test_a10_an_id_out_of_range_is_an_error():
     """Liger takes 0 for the logit of an id that no column has (RL-Kernel#161)."""
     batch = Batch()
