@@ -69,7 +69,7 @@ def test_a_mask_is_no_weight():
     """Liger multiplies the terms by the mask's numbers; here what is not 0 is active."""
     batch = Batch()
     same = both(batch)
-    batch.mask = torch.where(torch.rand_like(batch.mask) < 0.5, 0.5, 1.0) * batch.mask
+    batch.mask[:3] *= 0.1
     theirs, ours = both(batch)
     assert ours == same[1]
     assert abs(theirs - same[0]) > 0.01 * abs(same[0])
