@@ -10,6 +10,7 @@ import warnings
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from ..config import RatioKLConfig
@@ -172,7 +173,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 "use_ref_model=True needs ref_per_token_logps or ref_input; got neither"
             )
         elif ref_per_token_logps is not None and ref_input is not None:
-            warnings.warn("ref_per_token_logps is used, and ref_input is not", stacklevel=2)
+            if not torch.compiler.is_compiling():
+                warnings.warn("ref_per_token_logps is used, and ref_input is not", stacklevel=2)
             ref_input = None
         out = self.loss_fn(
             _input,
