@@ -15,7 +15,7 @@ from .contract import Head, Needs, Saved, Scores
 from .registration import operator
 
 
-def _bad_values(scores: Scores, inverse: Tensor | None, mask: Tensor | None) -> Tensor:
+def bad_value_counts(scores: Scores, inverse: Tensor | None, mask: Tensor | None) -> Tensor:
     """Counts of bad ids and, where the caller gave one a row, of bad temperatures.
 
     A 0-d temperature was a number, checked before it became a tensor.
@@ -59,7 +59,7 @@ def linear_logprob_op(
     )
     module = backend_for("backend", backend, hidden.device, compute_dtype)
     scores = module.forward(head, action_ids, mask, with_entropy=with_entropy)
-    bad_values = _bad_values(scores, inverse_temperature, mask)
+    bad_values = bad_value_counts(scores, inverse_temperature, mask)
     check_counts(bad_values, partial(bad_values_error, vocab_size), checks)
     return *scores[:4], bad_values
 
@@ -166,7 +166,8 @@ def _backward(ctx, grad_logps, grad_entropies, *_):
     return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 11
 
 
-def _refuse_double_backward(ctx, *_):
+def refuse_double_backward(ctx, *_):
+    """The backward of a backward."""
     raise RuntimeError(
         "ratio_kl has no double backward: the gradient of hidden, weight and bias cannot be "
         "differentiated again. Use create_graph=False, or full logits for second derivatives"
@@ -178,6 +179,6 @@ torch.library.register_autograd(
 )
 torch.library.register_autograd(
     "ratio_kl::linear_logprob_backward",
-    _refuse_double_backward,
+    refuse_double_backward,
     setup_context=lambda ctx, inputs, output: None,
 )
