@@ -12,8 +12,8 @@ from torch import Tensor
 from .groups import Group, add_in_order, gather_over
 
 ANCHOR = torch.zeros((), requires_grad=True)
-"""A leaf that never gets a gradient. What hangs on it runs backward even where nothing else asks
-for it, which the other ranks' collectives may wait for."""
+"""A leaf whose gradient is 0. What hangs on it runs backward even where nothing else asks for it,
+which the other ranks' collectives may wait for."""
 
 
 def shared_sum(tensor: Tensor, group: Group | None) -> Tensor:
@@ -52,6 +52,17 @@ def _(tensor, anchor):
     return torch.empty_like(tensor)
 
 
+@torch.library.custom_op("ratio_kl::anchor_grad", mutates_args=())
+def anchor_grad(made: Tensor) -> Tensor:
+    """The gradient of ANCHOR, which keeps a compiler from dropping what made `made`."""
+    return torch.zeros_like(ANCHOR, requires_grad=False)
+
+
+@anchor_grad.register_fake
+def _(made):
+    return torch.empty((), device="cpu")
+
+
 def _save_group(ctx, inputs, output) -> None:
     _, ctx.group, ctx.ranks = inputs
 
@@ -61,5 +72,5 @@ _shared_sum.register_autograd(
     setup_context=_save_group,
 )
 _attached.register_autograd(
-    lambda ctx, grad: (grad, None), setup_context=lambda ctx, inputs, output: None
+    lambda ctx, grad: (grad, anchor_grad(grad)), setup_context=lambda ctx, inputs, output: None
 )

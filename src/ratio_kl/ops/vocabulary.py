@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..checks.values import bad_values_error, check_counts, raise_pending
 from ..distributed.groups import Group, gather_over, resolve_cut, start_sum, wait_for
+from ..distributed.shared_sum import anchor_grad
 from ..distributed.vocabulary import Cut, cut_of, merge
 from .backends import backend_for
 from .contract import Head, Needs, Saved, Scores
@@ -282,7 +283,9 @@ def _backward(ctx, grad_logps, grad_entropies, *_):
         *needs,
         False,
     )
-    return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 16
+    of_leaves = (g if need else None for g, need in zip(gradients, needs, strict=True))
+    of_anchor = anchor_grad(gradients[0]) if ctx.needs_input_grad[3] else None
+    return *of_leaves, of_anchor, *(None,) * 15
 
 
 torch.library.register_autograd(
