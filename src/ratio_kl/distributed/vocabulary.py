@@ -38,14 +38,20 @@ class Cut(NamedTuple):
         return [sum(self.rows[:rank]) for rank in range(len(self.rows))]
 
     @property
+    def sizes(self) -> list[int]:
+        """Real rows of each rank, > 0."""
+        starts = zip(self.rows, self.first_rows, strict=True)
+        return [min(rows, self.vocab_size - first) for rows, first in starts]
+
+    @property
     def first_row(self) -> int:
         """Where this rank's rows begin."""
-        return sum(self.rows[: self.rank])
+        return self.first_rows[self.rank]
 
     @property
     def size(self) -> int:
-        """Real rows of this rank, > 0."""
-        return min(self.rows[self.rank], self.vocab_size - self.first_row)
+        """Real rows of this rank."""
+        return self.sizes[self.rank]
 
 
 def cut_of(rows: int, vocab_size: int, group: Group, device: torch.device) -> Cut:
@@ -102,39 +108,74 @@ def _check_rows(counts: Sequence[int], vocab_size: int) -> None:
     )
 
 
-class Merged(NamedTuple):
-    """Scores under the whole vocabulary, [N] each; entropies None if the parts have none."""
+class Parts(NamedTuple):
+    """Scores of N tokens: of one rank, of all ranks (then with a first axis more), or merged."""
 
     logps: Tensor
     max: Tensor
     log_sum: Tensor
-    entropies: Tensor | None
+    """[N]."""
+    entropies: Tensor
+    """[N] or [0]."""
+    statistics: Tensor
+    """[3, N] or [3, 0]: log sum p^2, mean of z, 1 where the id is the first of the largest z."""
 
 
-def merge(parts: Tensor, first_rows: Sequence[int], ids: Tensor) -> Merged:
-    """The scores of all ranks put together.
+def gather_parts(own: Parts, flag: bool, group: Group) -> tuple[Parts, Tensor]:
+    """The parts of all ranks, and whether any rank's flag is set (0-d bool): one collective."""
+    flat = [own.logps.new_full((1,), float(flag)), *(part.reshape(-1) for part in own)]
+    gathered = gather_over(torch.cat(flat), group).split([part.numel() for part in flat], dim=1)
+    flags, *parts = gathered
+    shapes = ((group.size, *part.shape) for part in own)
+    of_ranks = (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
+    return Parts(*of_ranks), flags.amax() > 0
+
+
+def merge(parts: Parts, cut: Cut, ids: Tensor) -> Parts:
+    """The scores under the whole vocabulary.
 
     Args:
-        parts: [ranks, 3 or 4, N], of each rank logps, max, log_sum and, if asked for, entropies.
-        first_rows: where each rank's rows begin.
-        ids: [N] int64, in the whole vocabulary. Elsewhere any number may come out.
+        parts: of all ranks.
+        ids: [N] int64, in the whole vocabulary; where one is not, logps and top1 are any number.
     """
-    logps, peaks, log_sums, *entropies = parts.unbind(1)
-    peak = peaks.amax(0)
-    gaps = peaks - peak
-    log_masses = log_sums + gaps
+    peak = parts.max.amax(0)
+    gaps = parts.max - peak
+    log_masses = parts.log_sum + gaps
     masses = log_masses.exp()
     total = add_in_order(masses)
     log_sum = total.log()
     # Rows that are all -inf have no scores of their own, beside others that are not.
-    nothing = (peaks == -torch.inf) & (peak != -torch.inf)
-    targets = torch.where(nothing, -torch.inf, logps + log_masses)
-    target = targets[0]
-    for first, later in zip(first_rows[1:], targets[1:], strict=True):
-        target = torch.where(ids >= first, later, target)
-    merged = Merged(torch.clamp(target - log_sum, max=0), peak, log_sum, None)
-    if not entropies:
-        return merged
-    moments = torch.where(masses == 0, 0, masses * (log_sums - entropies[0] + gaps))
-    entropy = torch.clamp(log_sum - add_in_order(moments) / total, min=0)
-    return merged._replace(entropies=entropy)
+    nothing = (parts.max == -torch.inf) & (peak != -torch.inf)
+    targets = torch.where(nothing, -torch.inf, parts.logps + log_masses)
+    logps = torch.clamp(_of_owner(targets, cut, ids) - log_sum, max=0)
+    entropies, statistics = parts.entropies[0], parts.statistics[0]
+    if entropies.numel() > 0:
+        means = parts.log_sum - parts.entropies + gaps
+        moments = torch.where(masses == 0, 0, masses * means)
+        entropies = torch.clamp(log_sum - add_in_order(moments) / total, min=0)
+    if statistics.numel() > 0:
+        statistics = _merge_statistics(parts, log_masses - log_sum, cut, ids)
+    return Parts(logps, peak, log_sum, entropies, statistics)
+
+
+def _merge_statistics(parts: Parts, log_shares: Tensor, cut: Cut, ids: Tensor) -> Tensor:
+    """[3, N]; log_shares [ranks, N] is the logarithm of each rank's share of the probability."""
+    log_squares, means, top1 = parts.statistics.unbind(1)
+    squares = torch.where(log_shares == -torch.inf, 0, (log_squares + 2 * log_shares).exp())
+    mean = add_in_order(
+        torch.stack(
+            [size / cut.vocab_size * each for size, each in zip(cut.sizes, means, strict=True)]
+        )
+    )
+    largest = parts.max == parts.max.amax(0)
+    leads = largest & (largest.cumsum(0) == 1)
+    first = _of_owner(torch.where(leads, top1, 0), cut, ids)
+    return torch.stack([add_in_order(squares).log(), mean, first])
+
+
+def _of_owner(of_ranks: Tensor, cut: Cut, ids: Tensor) -> Tensor:
+    """The entry of the rank that holds each id."""
+    chosen = of_ranks[0]
+    for first, later in zip(cut.first_rows[1:], of_ranks[1:], strict=True):
+        chosen = torch.where(ids >= first, later, chosen)
+    return chosen

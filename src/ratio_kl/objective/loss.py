@@ -16,6 +16,7 @@ from ..checks.arguments import (
 )
 from ..config import RatioKLConfig, check_positive_int, check_real_option
 from ..distributed.groups import Group, check_crossing, resolve, resolve_cut
+from ..ops.contract import Want
 from ..ops.passes import (
     Execution,
     HeadRows,
@@ -24,7 +25,7 @@ from ..ops.passes import (
     logits_dtype_of,
     pass_one,
 )
-from ..ops.vocabulary import check_hidden_grad, sharding_of
+from ..ops.sharding import check_hidden_grad, sharding_of
 from .exchange import communicates, exchange
 from .inputs import Tokens, read_items, read_tokens
 from .stash import loss_with_stashed_gradients
@@ -143,14 +144,14 @@ def linear_policy_loss(call: Call, config: RatioKLConfig, runtime: Runtime) -> L
     trains = trains or sharding is not None or cp_group is not None
     if runtime.grads == "forward" and torch.is_grad_enabled() and trains:
         return loss_with_stashed_gradients(rows, surrogate)
-    return surrogate(pass_one(rows, with_entropy=True))
+    return surrogate(pass_one(rows, Want(entropy=True)))
 
 
 def _score_reference(rows: HeadRows | None) -> RowScores | None:
     if rows is None:
         return None
     with torch.no_grad():
-        return pass_one(rows, with_entropy=False)
+        return pass_one(rows, Want(entropy=False))
 
 
 def _with_reference(tokens: Tokens, reference: RowScores | None) -> Tokens:

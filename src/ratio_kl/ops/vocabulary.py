@@ -8,47 +8,24 @@ Between the passes every rank holds the same scores, bit for bit.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..checks.values import bad_values_error, check_counts, raise_pending
-from ..distributed.groups import Group, gather_over, resolve_cut, start_sum, wait_for
+from ..distributed.groups import Group
 from ..distributed.shared_sum import anchor_grad
-from ..distributed.vocabulary import Cut, cut_of, merge
+from ..distributed.vocabulary import Cut, Parts, cut_of, gather_parts, merge
 from .backends import backend_for
-from .contract import Head, Needs, Saved, Scores
+from .contract import Head, Needs, Saved, Scores, Want
 from .operators import bad_value_counts, of_active_rows, refuse_double_backward
-from .registration import operator
+from .registration import differentiable, operator
+from .sharding import PartOfHidden
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """A head cut by rows of the vocabulary, in the order of the ranks."""
-
-    group: Group
-    whole_hidden_grad: bool
-    """Add the ranks' parts of the gradient of hidden up; else each rank gets its own part."""
-
-
-def check_hidden_grad(tp_hidden_grad: object) -> None:
-    """ValueError unless it is "whole" or "part"."""
-    if tp_hidden_grad not in ("whole", "part"):
-        raise ValueError(f"tp_hidden_grad must be 'whole' or 'part'; got {tp_hidden_grad!r}")
-
-
-def sharding_of(tp_group: object, tp_hidden_grad: Literal["whole", "part"]) -> Sharding | None:
-    """What the arguments tp_group and tp_hidden_grad mean; None where nothing is cut."""
-    check_hidden_grad(tp_hidden_grad)
-    group = resolve_cut(tp_group, name="tp_group")
-    return None if group is None else Sharding(group, tp_hidden_grad == "whole")
-
-
-@operator("sharded_logprob")
-def sharded_logprob_op(
+@operator("sharded_scores")
+def sharded_scores_op(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -61,6 +38,7 @@ def sharded_logprob_op(
     vocab_size: int,
     compute_dtype: torch.dtype,
     with_entropy: bool,
+    with_statistics: bool,
     backend: str,
     chunk_bytes: int,
     checks: str,
@@ -68,8 +46,8 @@ def sharded_logprob_op(
     ranks: int,
     whole_hidden_grad: bool,
     hidden_trains: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As linear_logprob_op, and whether hidden requires a gradient on any rank (0-d bool).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As linear_scores_op, and whether hidden requires a gradient on any rank (0-d bool).
 
     anchor makes the results require a gradient where no leaf does, so that backward runs and
     takes part in the sum over ranks.
@@ -90,13 +68,13 @@ def sharded_logprob_op(
         ids = action_ids.to(torch.int64)
         module = backend_for("backend", backend, hidden.device, compute_dtype)
         own_ids = (ids - cut.first_row).clamp(0, cut.size - 1)
-        own = module.forward(head, own_ids, mask, with_entropy=with_entropy)
+        own = module.forward(head, own_ids, mask, want=Want(with_entropy, with_statistics))
         scores, hidden_wanted = _over_ranks(
             own, ids, mask, cut, (Group(group, ranks), hidden_trains)
         )
         bad_values = bad_value_counts(scores, inverse_temperature, mask)
         check_counts(bad_values, partial(bad_values_error, vocab_size), checks)
-        return *scores[:4], bad_values, hidden_wanted
+        return *scores[:4], scores.statistics, bad_values, hidden_wanted
 
 
 def _over_ranks(
@@ -104,27 +82,23 @@ def _over_ranks(
 ) -> tuple[Scores, Tensor]:
     """Scores under the whole vocabulary, and whether any rank says that hidden trains."""
     group, hidden_trains = says
-    parts = [own.logps, own.max, own.log_sum]
-    if own.entropies.numel() > 0:
-        parts.append(own.entropies)
-    flag = own.logps.new_full((1,), float(hidden_trains))
-    gathered = gather_over(torch.cat([flag, *parts]), group)
-    of_ranks = gathered[:, 1:].reshape(group.size, len(parts), ids.shape[0])
-    merged = merge(of_ranks, cut.first_rows, ids)
+    part = Parts(own.logps, own.max, own.log_sum, own.entropies, own.statistics)
+    of_ranks, hidden_wanted = gather_parts(part, hidden_trains, group)
+    merged = merge(of_ranks, cut, ids)
     bad = (ids < 0) | (ids >= cut.vocab_size)
     bad = bad if mask is None else bad & mask
-    scores = Scores(
-        logps=_of_active(torch.where(bad, torch.nan, merged.logps), mask),
-        entropies=own.entropies if merged.entropies is None else _of_active(merged.entropies, mask),
-        max=_of_active(merged.max, mask),
-        log_sum=_of_active(merged.log_sum, mask),
-        bad_ids=bad.sum(),
-    )
-    return scores, gathered[:, 0].amax(0) > 0
+    merged = merged._replace(logps=torch.where(bad, torch.nan, merged.logps))
+    logps, peak, log_sum, entropies, statistics = (_of_active(each, mask) for each in merged)
+    if statistics.numel() > 0:
+        statistics[2].masked_fill_(bad, 0)
+    return Scores(logps, entropies, peak, log_sum, bad.sum(), statistics), hidden_wanted
 
 
 def _of_active(values: Tensor, mask: Tensor | None) -> Tensor:
-    return values if mask is None else torch.where(mask, values, 0)
+    """0 on inactive rows, always a new tensor."""
+    if mask is None or values.numel() == 0:
+        return values.clone()
+    return torch.where(mask, values, 0)
 
 
 def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
@@ -132,36 +106,18 @@ def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-@torch.library.register_fake("ratio_kl::sharded_logprob")
+@torch.library.register_fake("ratio_kl::sharded_scores")
 def _(hidden, weight, bias, anchor, action_ids, mask, inverse_temperature, logit_scale, softcap,
-      vocab_size, compute_dtype, with_entropy, *_):  # fmt: skip
+      vocab_size, compute_dtype, with_entropy, with_statistics, *_):  # fmt: skip
     dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
     rows = hidden.shape[0]
     logps, peak, log_sum = (hidden.new_empty(rows, dtype=dtype) for _ in range(3))
     entropies = hidden.new_empty(rows if with_entropy else 0, dtype=dtype)
     counts = 1 if inverse_temperature is None or inverse_temperature.dim() == 0 else 2
+    statistics = hidden.new_empty((3, rows if with_statistics else 0), dtype=dtype)
     bad_values = hidden.new_empty(counts, dtype=torch.int64)
-    return logps, entropies, peak, log_sum, bad_values, hidden.new_empty((), dtype=torch.bool)
-
-
-class _PartOfHidden:
-    """This rank's part of the gradient of hidden, on its way to the sum over ranks."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.sum: Tensor | None = None
-
-    def start(self, part: Tensor) -> None:
-        """Begin to add up, in `part` itself, while the host and the device go on."""
-        self.sum = start_sum(part, self.group) if part.numel() > 0 else part
-
-    def finish(self, part: Tensor | None) -> Tensor:
-        """The sum over ranks; `part` is taken where nothing was started."""
-        if self.sum is None:
-            assert part is not None
-            self.start(part)
-        assert self.sum is not None
-        return wait_for(self.sum) if self.sum.numel() > 0 else self.sum
+    hidden_wanted = hidden.new_empty((), dtype=torch.bool)
+    return logps, entropies, peak, log_sum, statistics, bad_values, hidden_wanted
 
 
 @operator("sharded_logprob_backward")
@@ -214,7 +170,7 @@ def sharded_logprob_backward_op(
         # -1 lies in no tile.
         own_ids = torch.where((own_ids >= 0) & (own_ids < cut.size), own_ids, -1)
         together = whole_hidden_grad and (hidden_trains or _is_wanted(hidden_wanted))
-        part = _PartOfHidden(Group(group, ranks))
+        part = PartOfHidden(Group(group, ranks))
         gradients = backend_for("backend", backend, hidden.device, compute_dtype).backward(
             head,
             Saved(own_ids, logps, peak, log_sum, entropies),
@@ -254,10 +210,10 @@ def _(hidden, weight, bias, action_ids, inverse_temperature, logit_scale, softca
 
 def _save_for_backward(ctx, inputs, output) -> None:
     (hidden, weight, bias, _, action_ids, mask, inverse_temperature, logit_scale, softcap, *knobs,
-     with_entropy, backend, chunk_bytes, _checks, group, ranks, whole, trains) = inputs  # fmt: skip
-    logps, entropies, peak, log_sum, bad_values, hidden_wanted = output
+     with_entropy, _, backend, chunk_bytes, _, group, ranks, whole, trains) = inputs  # fmt: skip
+    logps, entropies, peak, log_sum, statistics, bad_values, hidden_wanted = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(peak, log_sum, bad_values, hidden_wanted)
+    ctx.mark_non_differentiable(peak, log_sum, statistics, bad_values, hidden_wanted)
     ctx.save_for_backward(
         mask, hidden, weight, bias, action_ids, inverse_temperature, logit_scale, softcap,
         logps, entropies, peak, log_sum, hidden_wanted,
@@ -274,7 +230,7 @@ def _backward(ctx, grad_logps, grad_entropies, *_):
     grad_entropies = grad_entropies if ctx.with_entropy else None
     idle = not any(needs) and not ctx.whole_hidden_grad
     if (grad_logps is None and grad_entropies is None) or idle:
-        return (None,) * 19
+        return (None,) * 20
     gradients = sharded_logprob_backward_op(
         *saved,
         of_active_rows(grad_logps, mask),
@@ -285,14 +241,8 @@ def _backward(ctx, grad_logps, grad_entropies, *_):
     )
     of_leaves = (g if need else None for g, need in zip(gradients, needs, strict=True))
     of_anchor = anchor_grad(gradients[0]) if ctx.needs_input_grad[3] else None
-    return *of_leaves, of_anchor, *(None,) * 15
+    return *of_leaves, of_anchor, *(None,) * 16
 
 
-torch.library.register_autograd(
-    "ratio_kl::sharded_logprob", _backward, setup_context=_save_for_backward
-)
-torch.library.register_autograd(
-    "ratio_kl::sharded_logprob_backward",
-    refuse_double_backward,
-    setup_context=lambda ctx, inputs, output: None,
-)
+differentiable(sharded_scores_op, _backward, _save_for_backward)
+differentiable(sharded_logprob_backward_op, refuse_double_backward)
