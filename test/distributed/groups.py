@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor  # before its operators are recorded
 
-from distributed.rank import COLLECTIVE_SECONDS
+from distributed.rank import COLLECTIVE_SECONDS, COMPILING_SECONDS
 
 
 def group_of(members):
     """A group whose collectives wait no longer than those of the default group."""
-    return dist.new_group(list(members), timeout=timedelta(seconds=COLLECTIVE_SECONDS))
+    seconds = COMPILING_SECONDS if dist.get_backend() == "nccl" else COLLECTIVE_SECONDS
+    return dist.new_group(list(members), timeout=timedelta(seconds=seconds))
 
 
 @contextmanager
