@@ -343,6 +343,33 @@ def test_every_rank_sends_the_same(ranks, grads):
         ), config
 
 
+def test_what_a_call_sends(ranks):
+    """The table of docs/distributed.md, in float64."""
+    counts = ("all_reduce", (8,), "torch.int64")
+    sums = ("all_gather_into_tensor", (B,), "torch.float64")
+    kept = ("all_reduce", (), "torch.int64")
+    expected = {
+        ("dapo", "token", 0.0): ([counts, sums, _metrics(8)], []),
+        ("dapo", "token", 0.1): ([counts, sums, kept, _metrics(8)], []),
+        ("grpo", "sequence", 0.0): ([counts, sums, sums, _metrics(4), _metrics(5 * B)], [sums]),
+        ("sapo", "sequence_token", 0.0): ([counts, sums, sums, _metrics(8)], []),
+        ("cispo", "sequence", 0.0): ([counts, sums, sums, _metrics(4), _metrics(5 * B)], []),
+        ("vespo", "token", 0.0): ([counts, sums, sums, _metrics(8)], []),
+    }
+    cases = []
+    for loss_type, level, coefficient in expected:
+        config = config_of(loss_type, level, entropy_coef=coefficient)
+        cases.append((config, "backward", batch(0, config)))
+    kinds = [*UNALIKE[1:], "nothing trains"][: ranks.size]
+    for found in ranks.run(sent_on_ranks, cases, kinds):
+        for sent, wanted in zip(found, expected.values(), strict=True):
+            assert sent == wanted
+
+
+def _metrics(count):
+    return "all_gather_into_tensor", (count,), "torch.float64"
+
+
 # Values that no rank may overlook
 
 
