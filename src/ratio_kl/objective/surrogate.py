@@ -78,7 +78,10 @@ def surrogate_loss(
         ratio=torch.where(mask, bounded_exp(log_weight, config.log_ratio_limit), 1),
         logps=logps,
         advantages=tokens.advantages,
-        log_sequence_weight=_log_sequence_weight(log_ratio, tokens),
+        # A sum over ranks where they share sequences, so only for the policy that uses it.
+        log_sequence_weight=(
+            None if policy.phi is None else _log_sequence_weight(log_ratio, tokens)
+        ),
     )
     both = crossed(layout.ranks, step.group)
     kept = entropy_mask(entropies, mask, config.top_entropy_quantile, both)
