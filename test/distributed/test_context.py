@@ -10,6 +10,7 @@ from torch import Tensor
 
 from distributed.groups import group_of, recorded_collectives
 from ratio_kl import FusedLinearRatioKLLoss, RatioKLConfig
+from ratio_kl.distributed import shared_sum
 from support import FLOAT64_TOLERANCE, Problem, Result, assert_close, problem, run
 
 B, T, V = 6, 12, 11
@@ -423,6 +424,20 @@ def test_compiles_in_one_graph(ranks):
             assert_close(compiled.loss, eager.loss, FLOAT64_TOLERANCE, "loss")
             for leaf, gradient in eager.grads.items():
                 assert_close(compiled.grads[leaf], gradient, FLOAT64_TOLERANCE, leaf)
+
+
+def checked_operators_on_ranks(rank, size):
+    """torch's own checks of the operators: schema, fakes, autograd, aot dispatch."""
+    group, tensor = group_of(range(size)), torch.randn(3, 2, requires_grad=True)
+    torch.library.opcheck(torch.ops.ratio_kl.shared_sum.default, (tensor, group.group_name, size))
+    attached = (tensor.detach(), shared_sum.ANCHOR)
+    torch.library.opcheck(torch.ops.ratio_kl.attached.default, attached)
+    return True
+
+
+@TWO
+def test_the_operators_pass_torchs_checks(ranks):
+    assert ranks.run(checked_operators_on_ranks) == [True, True]
 
 
 def compiled_frozen_on_ranks(rank, size, config, parts):

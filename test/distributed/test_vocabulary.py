@@ -16,7 +16,16 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from cases.meter import metered
 from distributed.groups import group_of, quiet_numpy, recorded_collectives
 from ratio_kl import FusedLinearRatioKLLoss, RatioKLConfig, linear_logprob, linear_ratio_kl
-from support import FLOAT64_TOLERANCE, Problem, Result, assert_close, assert_same, problem, run
+from support import (
+    FLOAT64_TOLERANCE,
+    Problem,
+    Result,
+    assert_close,
+    assert_same,
+    problem,
+    relative_error,
+    run,
+)
 
 V = 150
 CUTS = {
@@ -619,6 +628,35 @@ def checked_operators_on_ranks(rank, size):
 def test_the_operator_passes_torchs_checks(ranks):
     torch.manual_seed(0)
     assert ranks.run(checked_operators_on_ranks) == [True, True]
+
+
+@quiet_numpy()
+def triton_results_on_ranks(rank, size, cases):
+    return results_on_ranks(rank, size, cases)
+
+
+@TWO
+@pytest.mark.parametrize("chunk_bytes", [1, 2**28])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-4), (torch.float16, 3e-3), (torch.bfloat16, 2e-2)],
+    ids=str,
+)
+def test_triton_with_rows_left_out(ranks, dtype, tolerance, chunk_bytes):
+    """Inactive rows, zero coefficients, one block and many: against Triton on one rank, whose
+    gradients are rounded at other places."""
+    config = RatioKLConfig(vocab_size=V, softcap=20.0)
+    given = problem(6, config, B=4, T=12, V=V, reference="none", bias=True, dtype=dtype)
+    cut, knobs = (40, 116), {"backend": "triton", "chunk_bytes": chunk_bytes}
+    found = ranks.run(triton_results_on_ranks, [(config, knobs, given, cut)])
+    with quiet_numpy():
+        alone = run(FusedLinearRatioKLLoss(config, process_group="local", **knobs), given)
+    assert (alone.grads["hidden"].flatten(0, 1) == 0).all(1).any()
+    for result in put_together([each[0] for each in found], cut, "whole"):
+        assert_close(result.outputs["logps"], alone.outputs["logps"], 1e-5, "logps")
+        for leaf, wanted in alone.grads.items():
+            assert relative_error(result.grads[leaf], wanted) <= tolerance, leaf
+            assert result.grads[leaf].dtype == wanted.dtype
 
 
 @quiet_numpy()
