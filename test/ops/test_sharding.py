@@ -16,8 +16,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 N, V, H = 70, 130, 16
 """More than one tile of 64 each way."""
 BACKENDS = {
-    "torch": (torch_backend, torch_backend._RunningGradient, "result"),
-    "triton": (triton_backend, triton_gradients._Sum, "out"),
+    "torch": (torch_backend, torch_backend._RunningGradient, "result", "sum"),
+    "triton": (triton_backend, triton_gradients._Sum, "out", "buffer"),
 }
 
 
@@ -37,13 +37,16 @@ def backward(module, case: Case, chunk_bytes: int, done) -> torch.Tensor:
 def test_before_the_last_product_of_the_weights_gradient(
     monkeypatch, name, chunk_bytes, rows, dtype
 ):
-    """Whole by then, in float32, and in every row."""
-    module, sums, field = BACKENDS[name]
-    events, handed = [], []
+    """Whole by then, in float32, and in every row; and no second copy of the weight's gradient."""
+    module, sums, field, buffer = BACKENDS[name]
+    events, handed, sums_of_weight = [], [], []
     add = sums.add
 
     def recorded(self, *arguments):
         events.append("weight" if getattr(self, field).shape[0] == V else "hidden")
+        held = getattr(self, buffer)
+        if events[-1] == "weight":
+            sums_of_weight.append(0 if held is None else held.shape[0])
         return add(self, *arguments)
 
     def done(gradient):
@@ -59,6 +62,8 @@ def test_before_the_last_product_of_the_weights_gradient(
     assert handed[0].shape == (rows, H)
     assert torch.equal(handed[0], gradients.hidden)
     assert gradients.weight.dtype == dtype
+    if chunk_bytes == 1:
+        assert max(sums_of_weight) < V, "a part of the weight's gradient at a time"
 
 
 @pytest.mark.parametrize("name", BACKENDS)

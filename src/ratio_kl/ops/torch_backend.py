@@ -62,7 +62,7 @@ def backward(
     buffers = 3 + (head.softcap is not None)
     tiles = LogitTiles(head, rows, buffers=buffers, sums=True)
     # The gradient that every tile adds to is kept whole in the sums' dtype: the smaller one.
-    hidden_whole = tiles.count <= head.vocab_size
+    hidden_whole = tiles.count <= head.vocab_size or hidden_done is not None
     d_hidden = d_weight = d_bias = None
     if needs.hidden:
         dtype = tiles.dtype if hidden_done else _gradient_dtype(head.hidden, tiles, needs)

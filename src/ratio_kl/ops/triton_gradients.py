@@ -68,7 +68,8 @@ def gradients(
     work = _all_rows(head, saved, grads) if capturing else _kept(head, saved, grads)
     if work is None or not any(needs[:3]):
         return _zero_gradients(head, needs)
-    blocks = _block(head, work.hidden.shape[0], needs)
+    # A gradient of hidden that is fp32 anyway is the sum that may span all blocks.
+    blocks = _block(head, work.hidden.shape[0], needs, columns_outermost=hidden_done is not None)
     return _sum_blocks(head, work, needs, blocks, hidden_done)
 
 
@@ -142,14 +143,15 @@ def _all_rows(head: Head, saved: Saved, grads: tuple[Tensor | None, Tensor | Non
     return Rows(hidden, saved, _scaled(grads, gain), None, None, 1.0, unscale)
 
 
-def _block(head: Head, n: int, needs: Needs) -> Plan:
+def _block(head: Head, n: int, needs: Needs, *, columns_outermost: bool) -> Plan:
     """The blocks whose temporaries fit chunk_bytes: the larger side is cut by the outer loop."""
     tile = tile_for(head.hidden.device, head.compute_dtype)
     H, size = head.hidden.shape[1], head.compute_dtype.itemsize
     converted = H * size if head.weight.dtype != head.compute_dtype else 0
     rows = Side(n, tile.rows, line_bytes=0, sum_bytes=4 * H * needs.hidden)
     columns = Side(head.vocab_size, tile.columns, converted, sum_bytes=4 * H * needs.weight)
-    return plan(rows, columns, size, head.chunk_bytes, programs(head.hidden.device))
+    at_once = programs(head.hidden.device)
+    return plan(rows, columns, size, head.chunk_bytes, at_once, columns_outermost=columns_outermost)
 
 
 def _sum_blocks(
