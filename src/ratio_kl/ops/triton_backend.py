@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .blocks import even_part
-from .contract import Gradients, Head, Needs, Saved, Scores, Want
+from .contract import Gradients, Head, HiddenDone, Needs, Saved, Scores, Want
 
 FORWARD_BYTES = 31 * 1024 * 1024
 """Pass 1 takes no more than this for its temporaries, however large chunk_bytes is; with the few
@@ -87,6 +87,7 @@ def backward(
     grad_entropies: Tensor | None,
     *,
     needs: Needs,
+    hidden_done: HiddenDone | None = None,
 ) -> Gradients:
     """Pass 2 (contract.py). One host read; none while a CUDA graph is captured.
 
@@ -97,7 +98,7 @@ def backward(
     saved = saved._replace(action_ids=saved.action_ids.contiguous())
     g, h = (None if grad is None else grad.contiguous() for grad in (grad_logps, grad_entropies))
     with _on_device(head.hidden):
-        return gradients(head, saved, (g, h), needs)
+        return gradients(head, saved, (g, h), needs, hidden_done)
 
 
 def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
