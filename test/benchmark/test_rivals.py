@@ -57,3 +57,10 @@ def test_no_rival_is_imported_before_it_is_asked_for():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a31_compiled_logits_are_among_the_rivals():
+    """Compiled torch beat the fused kernel unseen (linkedin/Liger-Kernel#227, pytorch#124480)."""
+    assert rivals.CONTENDERS["compiled"].exact
+    test_a_rival_computes_the_case("compiled", "inactive_zero")

@@ -64,6 +64,9 @@ def test_a22_vespo_folds_the_rollout_weight_into_phi() -> None:
     phi = torch.full((6, 16), math.exp(3 + 2 * log_s - 3 * 0.5), dtype=torch.float64)
     expected = torch.where(given.active, phi, 1)
     assert_close(result.outputs["phi"], expected, FLOAT64, "phi")
+    # And only there: -phi A logp, A being 1, is not multiplied by it again.
+    total = -(phi * result.outputs["logps"])[given.active].mean()
+    assert result.loss.item() == pytest.approx(total.item(), rel=1e-12)
 
 
 LENGTHS = torch.arange(1, 9)

@@ -112,3 +112,9 @@ def test_nan_entropy_shows_in_the_bonus_and_in_the_poison() -> None:
 def test_errors(arguments: tuple[Tensor, Tensor, float], error: type, words: str) -> None:
     with pytest.raises(error, match=words):
         high_entropy_mask(*arguments, group="local")
+
+
+def test_any_non_zero_mask_is_active():
+    entropies = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    mask = torch.tensor([-1.0, 0.0, 0.5, -2.0])
+    assert high_entropy_mask(entropies, mask, 0.5).tolist() == [False, False, True, True]

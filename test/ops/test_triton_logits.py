@@ -67,6 +67,16 @@ def test_values_and_gradient(V, dtype, flat):
     assert gradient.dtype == dtype
 
 
+def test_columns_that_do_not_lie_side_by_side():
+    """Logits of [V, B, T] memory, as vocabulary-major heads make them."""
+    policy, ref, *rest = inputs(65)
+    grads = torch.randn(B, T, device=DEVICE), torch.randn(B, T, device=DEVICE)
+    given = [x.permute(2, 0, 1).contiguous().permute(1, 2, 0) for x in (policy, ref)]
+    for actual, same in zip(both(*given, *rest, *grads), both(policy, ref, *rest, *grads), strict=True):
+        for a, b in zip(actual, same, strict=True):
+            assert torch.equal(a, b)
+
+
 def test_inactive_rows_are_never_read():
     """NaN, -inf and any id under mask 0: ratio 1, kl 0, gradient 0 (RL-Kernel#465)."""
     policy, ref, ids, mask, old = inputs(65)

