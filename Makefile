@@ -19,7 +19,7 @@ install := $(VENV)/bin/pip install --quiet --disable-pip-version-check -c constr
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help test test-all benchmark demo lint format build clean
+.PHONY: help test test-all mutation coverage benchmark demo lint format build clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -29,6 +29,13 @@ test: $(call ready,test) ## tests of a few minutes; those that need a GPU run wh
 
 test-all: $(call ready,test) ## every test, the long ones too
 	$(python) -m pytest $(parallel) $(ARGS)
+
+mutation: $(call ready,test) ## plant small faults, which tests must see; ARGS=kernels/ chooses
+	PYTHONPATH=$(CURDIR)/src $(python) test/mutation.py $(ARGS)
+
+coverage: $(call ready,test) ## lines and branches of src that the tests reach, kernels included
+	$(python) -m coverage run -m pytest -m "not slow" $(ARGS)
+	$(python) -m coverage report
 
 benchmark: $(call ready,benchmark) ## time, memory and error beside every rival; ARGS=... chooses
 	$(python) -m benchmark $(ARGS)

@@ -39,6 +39,7 @@ setup(
     extras_require={
         "test": [
             "build",
+            "coverage",
             "hypothesis",
             "liger-kernel; platform_system == 'Linux'",
             "matplotlib",

@@ -63,7 +63,7 @@ def main() -> int:
     """Plant the faults of the files named on the command line, or all."""
     os.environ["TRITON_INTERPRET"] = "1"
     sys.dont_write_bytecode = True
-    import torch  # noqa: F401
+    import torch
     import torch._dynamo  # noqa: F401
     import triton  # noqa: F401
 

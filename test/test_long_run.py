@@ -19,9 +19,12 @@ from ratio_kl import FusedLinearRatioKLLoss
 from ratio_kl.config import RatioKLConfig
 from ratio_kl.reference import reference_loss
 
+# torch looks at it while it compiles a function of a hidden state that is no leaf.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
 V, H = 97, 16
 """Two column tiles. The model is a table of states and a head: its step costs less than ours."""
-CONFIG = RatioKLConfig(loss_type="dapo", beta=0.02, entropy_coef=0.003)
+CONFIG = RatioKLConfig(loss_type="cispo", epsilon_high=5.0, beta=0.02, entropy_coef=0.003)
 # No entropy mask: at its threshold one rounding decides about a whole token, in any two runs.
 
 
@@ -48,7 +51,7 @@ def batch(step: int, device: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     inputs, ids = torch.randint(V, (2, 4, T), generator=random)
     ids = torch.where(torch.rand(4, T, generator=random) < 0.3, (inputs + 1) % V, ids)
     mask = torch.rand(4, T, generator=random) < 0.8
-    advantages = (ids == (inputs + 1) % V).float() - 0.3
+    advantages = (ids == (inputs + 1) % V).float()
     ref = torch.full((4, T), -4.5)
     tensors = [inputs, ids, mask, advantages]
     return [x.to(device) for x in tensors], {"ref_logps": ref.to(device)}
@@ -88,11 +91,13 @@ def assert_follows(ours: Tensor, steps: int, device: str) -> None:
         run(full_logits(CONFIG, order), steps, device, lambda step: None)
         for order in (order, order.flip(0))
     )
-    assert wanted[-200:].mean() < wanted[:200].mean() - 0.05, "nothing was learned"
+    assert wanted[-200:].mean() < wanted[:200].mean() / 2, "nothing was learned"
     drift = (other - wanted).abs().max().item()
     off = (ours - wanted).abs().max().item()
     # Two runs each have their own drift: five times one of them is far from any mistake.
-    assert off <= 5 * drift + 1e-6, f"off by {off:.3g} where two full-logits runs are by {drift:.3g}"
+    assert off <= 5 * drift + 1e-6, (
+        f"off by {off:.3g} where two full-logits runs are by {drift:.3g}"
+    )
 
 
 class Memory:
@@ -104,7 +109,7 @@ class Memory:
     def __call__(self, step: int) -> None:
         if step in self.at:
             gc.collect()
-            tensors = sum(isinstance(x, Tensor) for x in gc.get_objects())
+            tensors = sum(issubclass(type(x), Tensor) for x in gc.get_objects())
             self.at[step] = tensors, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def assert_flat(self) -> None:

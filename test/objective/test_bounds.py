@@ -10,7 +10,14 @@ from ratio_kl.objective.bounds import bounded
 
 @pytest.mark.parametrize(
     ("value", "clamped", "slope"),
-    [(-3.0, -2.0, 0), (-2.0, -2.0, 1), (0.5, 0.5, 1), (2.0, 2.0, 1), (3.0, 2.0, 0), (-math.inf, -2.0, 0)],
+    [
+        (-3.0, -2.0, 0),
+        (-2.0, -2.0, 1),
+        (0.5, 0.5, 1),
+        (2.0, 2.0, 1),
+        (3.0, 2.0, 0),
+        (-math.inf, -2.0, 0),
+    ],
 )
 def test_within_at_and_beyond_the_bound(value: float, clamped: float, slope: float) -> None:
     x = torch.tensor(value, requires_grad=True)

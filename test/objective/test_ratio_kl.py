@@ -232,6 +232,41 @@ def test_from_hidden_states_as_from_logits(reference):
     assert not pairs[0][0][~MASK].any()
 
 
+def test_every_modifier_of_the_head_and_a_bias_for_both_models():
+    _, _, ids, old = inputs()
+    hidden, ref_hidden = torch.randn(2, B, T, H, dtype=torch.float64)
+    weight, bias = torch.randn(V + 2, H, dtype=torch.float64), torch.randn(V + 2).double()
+
+    def logits(states: Tensor) -> Tensor:
+        z = (states @ weight[:V].T + bias[:V]) * 0.5
+        return 3 * torch.tanh(z / 3) / 0.7
+
+    found = linear_ratio_kl(
+        hidden, weight, ids, MASK, old, ref_hidden=ref_hidden, bias=bias, temperature=0.7,
+        logit_scale=0.5, softcap=3.0, vocab_size=V,
+    )  # fmt: skip
+    wanted = ratio_kl(logits(hidden), logits(ref_hidden), ids, MASK, old)
+    for actual, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_log_probs_that_require_a_gradient_get_none():
+    _, _, ids, old = inputs()
+    hidden, weight = torch.randn(B, T, H).double().requires_grad_(), torch.randn(V, H).double()
+    leaves = torch.where(MASK, old, 0).requires_grad_(), torch.zeros(B, T).double().requires_grad_()
+    found = linear_ratio_kl(hidden, weight, ids, MASK, leaves[0], ref_logps=leaves[1])
+    weighted(*found).backward()
+    assert hidden.grad.any()
+    assert [leaf.grad for leaf in leaves] == [None, None]
+
+
+def test_any_non_zero_mask_is_active():
+    policy, ref, ids, old = inputs()
+    wanted = ratio_kl(policy, ref, ids, MASK, old)
+    for actual, expected in zip(ratio_kl(policy, ref, ids, -1.0 * MASK, old), wanted, strict=True):
+        assert torch.equal(actual, expected)
+
+
 def test_log_ratio_limit():
     """Off unless asked for, as the operator on logits; with it both exponents are clamped."""
     hidden, weight = torch.zeros(1, 2, H), torch.zeros(V, H)

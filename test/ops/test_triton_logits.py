@@ -72,7 +72,9 @@ def test_columns_that_do_not_lie_side_by_side():
     policy, ref, *rest = inputs(65)
     grads = torch.randn(B, T, device=DEVICE), torch.randn(B, T, device=DEVICE)
     given = [x.permute(2, 0, 1).contiguous().permute(1, 2, 0) for x in (policy, ref)]
-    for actual, same in zip(both(*given, *rest, *grads), both(policy, ref, *rest, *grads), strict=True):
+    for actual, same in zip(
+        both(*given, *rest, *grads), both(policy, ref, *rest, *grads), strict=True
+    ):
         for a, b in zip(actual, same, strict=True):
             assert torch.equal(a, b)
 

@@ -10,8 +10,8 @@ from ratio_kl import LogProbs
 from ratio_kl.reference import reference_logprob
 
 ROUNDING = {torch.float64: 2.0**-52, torch.float32: 2.0**-23}
-HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""Relative error of one rounding, twice as large as a GPU's because the interpreter cuts off."""
+NARROW = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+"""Relative error of one rounding; of half precision twice a GPU's: the interpreter cuts off."""
 
 
 class Exact(NamedTuple):
@@ -62,15 +62,15 @@ def exact_head(call: HeadCall, seed: int) -> Exact:
     unit = ROUNDING.get(torch.promote_types(call.hidden.dtype, call.weight.dtype), 2.0**-23)
     columns = len(weight)
     score_error = 16 * unit * (1 + size + torch.tensor(columns).log().item())
-    narrow = [HALF.get(leaf.dtype, 0.0) for leaf in (call.hidden, call.weight)]
-    compute = HALF.get(torch.promote_types(call.hidden.dtype, call.weight.dtype), 0.0)
+    narrow = [NARROW.get(leaf.dtype, 0.0) for leaf in (call.hidden, call.weight)]
+    compute = NARROW.get(torch.promote_types(call.hidden.dtype, call.weight.dtype), 0.0)
     # |coefficients| stay below 4; an entropy's gradient carries log p, at most `size` large.
     steep = 4 * (2 + size) * factor
     relative = 4 * score_error + 2 * max(compute, *narrow)
     bounds = [
         relative * steep * weight.abs().max().item(),
         relative * steep * len(hidden) ** 0.5 * 4 * hidden.abs().max().item(),
-        (relative + HALF.get(call.weight.dtype, 0.0)) * steep * len(hidden) ** 0.5 * 4,
+        (relative + NARROW.get(call.weight.dtype, 0.0)) * steep * len(hidden) ** 0.5 * 4,
     ]
     # The smallest float16 is 6e-8.
     return Exact(logps, entropies, grads, score_error, [bound + 2.0**-24 for bound in bounds])

@@ -21,7 +21,7 @@ from support import Problem
 
 
 def holds(draws: st.SearchStrategy, *, few: int) -> Callable[[Callable[[Any], None]], Any]:
-    """Make `check(draw)` a test on `few` draws, always the same, and a slow one on 40 times more."""
+    """Make `check(draw)` a test on `few` draws, ever the same, and a slow one on 40 times more."""
 
     def decorate(check: Callable[[Any], None]) -> Any:
         @pytest.mark.parametrize("count", [few, pytest.param(40 * few, marks=pytest.mark.slow)])
@@ -210,7 +210,9 @@ def head_call(head: Head, device: str = "cpu") -> HeadCall:
     if head.padding and head.weight_layout != "expanded":
         vocab_size = head.V
         weight = torch.cat([weight, weight.new_full((head.padding, head.H), torch.nan)])
-        bias = None if bias is None else torch.cat([bias, bias.new_full((head.padding,), torch.nan)])
+        bias = (
+            None if bias is None else torch.cat([bias, bias.new_full((head.padding,), torch.nan)])
+        )
     tau: float | Tensor = 1.0
     if isinstance(head.temperature, str):
         tau = 0.4 + torch.rand(head.B, head.T, generator=random)
@@ -244,9 +246,7 @@ def in_float64(call: HeadCall) -> HeadCall:
         return value.detach().double().requires_grad_(value.requires_grad)
 
     options = {name: widened(value) for name, value in call.options.items()}
-    return call._replace(
-        hidden=widened(call.hidden), weight=widened(call.weight), options=options
-    )
+    return call._replace(hidden=widened(call.hidden), weight=widened(call.weight), options=options)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from support import Problem, Result, run
 EXACT = 1e-11
 """Two orders of summation in float64 of sums whose terms may be a thousand times the result."""
 
-PER_TOKEN = ("old_logps", "ref_logps", "sampling_logps")
+EITHER = ("advantages", "sampling_ratio", "temperature")
+"""Arguments with one entry a token or one a sequence."""
 
 
 def module(config: RatioKLConfig, **knobs) -> FusedLinearRatioKLLoss:
@@ -109,20 +110,15 @@ def test_padding_and_packing(drawn: Loss) -> None:
     def packed(name: str, value):
         if not isinstance(value, Tensor) or name in ("bias", "weight"):
             return value
-        if value.shape[:2] == (B, T):
-            return value.detach()[inside].requires_grad_(value.requires_grad)
+        if value.shape[:2] == (B, T) and not (T == 1 and name in EITHER):
+            flat = value.detach()[inside].requires_grad_(value.requires_grad)
+            # [1, N]: with as many tokens as sequences [N] could be one a sequence.
+            return flat.unsqueeze(0) if name in EITHER else flat
         return value.reshape(B, 1)
 
     names = ("hidden", "weight", "action_ids", "attention_mask", "advantages")
     inputs = tuple(packed(n, v) for n, v in zip(names, given.inputs, strict=True))
-    if T == 1:  # [B, 1] is one a sequence and one a token there
-        advantages = given.inputs[4].reshape(B, 1)
-        inputs = (*inputs[:4], advantages)
     options = {name: packed(name, value) for name, value in given.options.items()}
-    for name in ("sampling_ratio", "temperature"):
-        value = given.options.get(name)
-        if T == 1 and isinstance(value, Tensor):
-            options[name] = value.reshape(B, 1)
     options["cu_seqlens"] = torch.cat([torch.zeros(1), lengths.cumsum(0)]).long()
     padded, flat = run(module(config), given), run(module(config), Problem(inputs, options))
     grads = flat.grads | {"hidden": torch.zeros_like(padded.grads["hidden"])}

@@ -1,15 +1,11 @@
-"""The properties of test_against_reference.py at larger sizes, on a GPU and Triton's real code."""
+"""The properties of test_against_reference.py and test_loss.py at larger sizes, on a GPU and Triton's real code."""
 
 import pytest
 import torch
 
 from properties.draws import FLOATS, LARGE, Head, Loss, Sizes, heads, holds, losses
-from properties.test_against_reference import (
-    logits_are_right,
-    loss_is_right,
-    ratio_is_right,
-    scored,
-)
+from properties.test_against_reference import logits_are_right, ratio_is_right, scored
+from properties.test_loss import loss_is_right
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"

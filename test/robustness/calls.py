@@ -51,17 +51,38 @@ def made(*names: str, **others: Any) -> dict[str, Any]:
 
 
 KINDS = {
-    "hidden": "rows", "weight": "leaf", "bias": "leaf", "ref_hidden": "reference",
-    "ref_weight": "reference", "ref_bias": "reference", "action_ids": "ids",
-    "attention_mask": "mask", "advantages": "number a token", "sampling_ratio": "number a token",
-    "old_logps": "logps", "ref_logps": "logps", "sampling_logps": "logps",
-    "temperature": "temperature", "num_items_in_batch": "count", "entropy_coef": "coefficient",
-    "cu_seqlens": "offsets", "policy_logits": "leaf", "ref_logits": "reference",
-    "entropies": "logps", "mask": "mask", "quantile": "share", "logit_scale": "factor",
-    "softcap": "factor", "log_ratio_limit": "factor", "vocab_size": "whole",
-    "chunk_bytes": "whole", "gradient_accumulation_steps": "whole", "backend": "word",
-    "validate": "word", "group": "group",
-}  # fmt: skip
+    "hidden": "rows",
+    "weight": "leaf",
+    "bias": "leaf",
+    "ref_hidden": "reference",
+    "ref_weight": "reference",
+    "ref_bias": "reference",
+    "action_ids": "ids",
+    "attention_mask": "mask",
+    "advantages": "number a token",
+    "sampling_ratio": "number a token",
+    "old_logps": "logps",
+    "ref_logps": "logps",
+    "sampling_logps": "logps",
+    "temperature": "temperature",
+    "num_items_in_batch": "count",
+    "entropy_coef": "coefficient",
+    "cu_seqlens": "offsets",
+    "policy_logits": "leaf",
+    "ref_logits": "reference",
+    "entropies": "logps",
+    "mask": "mask",
+    "quantile": "share",
+    "logit_scale": "factor",
+    "softcap": "factor",
+    "log_ratio_limit": "factor",
+    "vocab_size": "whole",
+    "chunk_bytes": "whole",
+    "gradient_accumulation_steps": "whole",
+    "backend": "word",
+    "validate": "word",
+    "group": "group",
+}
 
 _LOSS = partial(FusedLinearRatioKLLoss, beta=0.1, process_group="local", entropy_coef=0.01)
 _REQUIRED = ("hidden", "weight", "action_ids", "attention_mask", "advantages")
@@ -81,18 +102,40 @@ CALLS = {
     "FusedLinearRatioKLLoss": Call(
         _LOSS(),
         lambda: made(
-            *_REQUIRED, "old_logps", "ref_logps", "sampling_logps", "sampling_ratio", "bias",
-            temperature=torch.full((B, T), 0.7), num_items_in_batch=torch.tensor(5),
-            entropy_coef=torch.tensor(0.02), gradient_accumulation_steps=2,
+            *_REQUIRED,
+            "old_logps",
+            "ref_logps",
+            "sampling_logps",
+            "sampling_ratio",
+            "bias",
+            temperature=torch.full((B, T), 0.7),
+            num_items_in_batch=torch.tensor(5),
+            entropy_coef=torch.tensor(0.02),
+            gradient_accumulation_steps=2,
         ),
         _kinds(
-            *_REQUIRED, "old_logps", "ref_logps", "sampling_logps", "sampling_ratio", "bias",
-            "temperature", "num_items_in_batch", "entropy_coef", "gradient_accumulation_steps",
+            *_REQUIRED,
+            "old_logps",
+            "ref_logps",
+            "sampling_logps",
+            "sampling_ratio",
+            "bias",
+            "temperature",
+            "num_items_in_batch",
+            "entropy_coef",
+            "gradient_accumulation_steps",
         ),
-        frozenset({
-            "old_logps", "sampling_logps", "sampling_ratio", "bias", "temperature",
-            "num_items_in_batch", "entropy_coef",
-        }),
+        frozenset(
+            {
+                "old_logps",
+                "sampling_logps",
+                "sampling_ratio",
+                "bias",
+                "temperature",
+                "num_items_in_batch",
+                "entropy_coef",
+            }
+        ),
     ),
     "FusedLinearRatioKLLoss, reference": Call(
         _LOSS(),
@@ -104,33 +147,72 @@ CALLS = {
     "linear_logprob": Call(
         partial(linear_logprob, return_entropy=True),
         lambda: made(
-            "hidden", "weight", "action_ids", "attention_mask", "bias", logit_scale=0.5,
-            temperature=torch.full((B, T), 0.7), softcap=None, vocab_size=V, chunk_bytes=2**20,
-            backend="torch", validate="eager",
+            "hidden",
+            "weight",
+            "action_ids",
+            "attention_mask",
+            "bias",
+            logit_scale=0.5,
+            temperature=torch.full((B, T), 0.7),
+            softcap=None,
+            vocab_size=V,
+            chunk_bytes=2**20,
+            backend="torch",
+            validate="eager",
         ),
         _kinds(
-            "hidden", "weight", "action_ids", "attention_mask", "bias", "temperature",
-            "logit_scale", "softcap", "vocab_size", "chunk_bytes", "backend", "validate",
+            "hidden",
+            "weight",
+            "action_ids",
+            "attention_mask",
+            "bias",
+            "temperature",
+            "logit_scale",
+            "softcap",
+            "vocab_size",
+            "chunk_bytes",
+            "backend",
+            "validate",
         ),
         frozenset({"attention_mask", "bias", "softcap", "vocab_size", "backend", "validate"}),
     ),
     "linear_ratio_kl": Call(
         linear_ratio_kl,
         lambda: made(
-            "hidden", "weight", "action_ids", "attention_mask", "old_logps", "ref_logps", "bias",
-            temperature=torch.full((B, T), 0.7), log_ratio_limit=5.0,
+            "hidden",
+            "weight",
+            "action_ids",
+            "attention_mask",
+            "old_logps",
+            "ref_logps",
+            "bias",
+            temperature=torch.full((B, T), 0.7),
+            log_ratio_limit=5.0,
         ),
         _kinds(
-            "hidden", "weight", "action_ids", "attention_mask", "old_logps", "ref_logps", "bias",
-            "temperature", "log_ratio_limit",
+            "hidden",
+            "weight",
+            "action_ids",
+            "attention_mask",
+            "old_logps",
+            "ref_logps",
+            "bias",
+            "temperature",
+            "log_ratio_limit",
         ),
         frozenset({"bias", "log_ratio_limit"}),
     ),
     "linear_ratio_kl, reference": Call(
         linear_ratio_kl,
         lambda: made(
-            "hidden", "weight", "action_ids", "attention_mask", "old_logps", "ref_hidden",
-            "ref_weight", "ref_bias",
+            "hidden",
+            "weight",
+            "action_ids",
+            "attention_mask",
+            "old_logps",
+            "ref_hidden",
+            "ref_weight",
+            "ref_bias",
         ),
         _kinds("ref_hidden", "ref_weight", "ref_bias"),
         frozenset({"ref_weight", "ref_bias"}),
@@ -138,7 +220,11 @@ CALLS = {
     "ratio_kl": Call(
         ratio_kl,
         lambda: made(
-            "policy_logits", "ref_logits", "action_ids", "attention_mask", "old_logps",
+            "policy_logits",
+            "ref_logits",
+            "action_ids",
+            "attention_mask",
+            "old_logps",
             backend="torch",
         ),
         _kinds(
@@ -152,7 +238,7 @@ CALLS = {
         _kinds("entropies", "mask", "quantile", "group"),
         frozenset({"group"}),
     ),
-}  # fmt: skip
+}
 """Functions that take a group of arguments only together appear once for each group."""
 
 
@@ -192,35 +278,64 @@ def _expanded(good: Tensor) -> Tensor:
 
 
 TENSORS = (
-    "rows", "leaf", "reference", "ids", "mask", "number a token", "logps", "temperature", "count",
-    "coefficient", "offsets",
-)  # fmt: skip
+    "rows",
+    "leaf",
+    "reference",
+    "ids",
+    "mask",
+    "number a token",
+    "logps",
+    "temperature",
+    "count",
+    "coefficient",
+    "offsets",
+)
 SHAPED = tuple(kind for kind in TENSORS if kind not in ("count", "coefficient"))
 CONSTANTS = ("reference", "number a token", "logps", "temperature")
 NUMBERS = ("factor", "share", "temperature", "coefficient")
 
 HOSTILE = {
     "a list": Hostile(lambda good: good.tolist(), SHAPED, "refused"),
-    "a string": Hostile(lambda good: "x", (*TENSORS, "factor", "share", "whole", "word", "group"), "refused"),
+    "a string": Hostile(
+        lambda good: "x", (*TENSORS, "factor", "share", "whole", "word", "group"), "refused"
+    ),
     "an nn.Module": Hostile(lambda good: nn.Linear(2, 2), TENSORS, "refused"),
     "one dimension more": Hostile(lambda good: good.unsqueeze(-1), SHAPED, "refused"),
-    "0-d": Hostile(lambda good: good.flatten()[0], tuple(k for k in SHAPED if k != "temperature"), "refused"),
-    "one entry more": Hostile(lambda good: torch.cat([good, good[:1]]), ("ids", "mask", "number a token", "logps", "temperature"), "refused"),
+    "0-d": Hostile(
+        lambda good: good.flatten()[0], tuple(k for k in SHAPED if k != "temperature"), "refused"
+    ),
+    "one entry more": Hostile(
+        lambda good: torch.cat([good, good[:1]]),
+        ("ids", "mask", "number a token", "logps", "temperature"),
+        "refused",
+    ),
     "size 0": Hostile(lambda good: good[:0], tuple(k for k in SHAPED if k != "rows"), "refused"),
     "several elements": Hostile(lambda good: good.expand(2), ("count", "coefficient"), "refused"),
     "complex": Hostile(lambda good: good.to(torch.complex64), TENSORS, "refused"),
     "float8": Hostile(lambda good: good.to(torch.float8_e4m3fn), TENSORS, "refused"),
-    "integers": Hostile(lambda good: good.long(), ("rows", "leaf", "reference", "logps"), "refused"),
+    "integers": Hostile(
+        lambda good: good.long(), ("rows", "leaf", "reference", "logps"), "refused"
+    ),
     "floats": Hostile(lambda good: good.float(), ("ids", "offsets"), "refused"),
     "sparse": Hostile(lambda good: good.to_sparse(), SHAPED, "refused"),
     "on the meta device": Hostile(lambda good: good.to("meta"), TENSORS, "refused"),
     "a tensor subclass": Hostile(lambda good: good.as_subclass(Subclass), TENSORS, "right"),
-    "an nn.Parameter": Hostile(lambda good: nn.Parameter(good, good.is_floating_point()), TENSORS, "right"),
+    "an nn.Parameter": Hostile(
+        lambda good: nn.Parameter(good, good.is_floating_point()), TENSORS, "right"
+    ),
     "gaps between its entries": Hostile(_overlapping, SHAPED, "right"),
-    "transposed memory": Hostile(lambda good: good.mT.contiguous().mT if good.dim() > 1 else good, SHAPED, "right"),
-    "another float dtype": Hostile(lambda good: good.double(), ("number a token", "logps"), "right"),
+    "transposed memory": Hostile(
+        lambda good: good.mT.contiguous().mT if good.dim() > 1 else good, SHAPED, "right"
+    ),
+    "another float dtype": Hostile(
+        lambda good: good.double(), ("number a token", "logps"), "right"
+    ),
     "requires a gradient": Hostile(lambda good: good.clone().requires_grad_(), CONSTANTS, "right"),
-    "an inference tensor": Hostile(lambda good: torch.inference_mode()(torch.clone)(good), (*CONSTANTS, "ids", "mask", "offsets"), "right"),
+    "an inference tensor": Hostile(
+        lambda good: torch.inference_mode()(torch.clone)(good),
+        (*CONSTANTS, "ids", "mask", "offsets"),
+        "right",
+    ),
     "NaN": Hostile(_filled(math.nan), ("rows", "leaf", "reference", "number a token"), "visible"),
     "inf": Hostile(_filled(math.inf), ("rows", "leaf", "reference"), "visible"),
     "-inf as a temperature": Hostile(_filled(-math.inf), ("temperature",), "refused"),
@@ -229,10 +344,20 @@ HOSTILE = {
     "the smallest int64": Hostile(_filled(-(2**63)), ("ids", "offsets"), "refused"),
     "the largest int64": Hostile(_filled(2**63 - 1), ("ids", "offsets"), "refused"),
     "the number NaN": Hostile(lambda good: math.nan, (*NUMBERS, "count"), "refused"),
-    "the number inf": Hostile(lambda good: math.inf, ("temperature", "coefficient", "share"), "refused"),
-    "the number -1": Hostile(lambda good: -1, ("factor", "share", "temperature", "count", "whole"), "refused"),
+    "the number inf": Hostile(
+        lambda good: math.inf, ("temperature", "coefficient", "share"), "refused"
+    ),
+    "the number -1": Hostile(
+        lambda good: -1, ("factor", "share", "temperature", "count", "whole"), "refused"
+    ),
     "the number 2**70": Hostile(lambda good: 2**70, ("whole", "share"), "refused"),
     "a fraction": Hostile(lambda good: 1.5, ("whole", "share"), "refused"),
-    "a bool": Hostile(lambda good: True, ("factor", "share", "whole", "count", "coefficient", "temperature"), "refused"),
-    "a tensor for a number": Hostile(lambda good: torch.tensor(1.0), ("factor", "share", "whole"), "refused"),
-}  # fmt: skip
+    "a bool": Hostile(
+        lambda good: True,
+        ("factor", "share", "whole", "count", "coefficient", "temperature"),
+        "refused",
+    ),
+    "a tensor for a number": Hostile(
+        lambda good: torch.tensor(1.0), ("factor", "share", "whole"), "refused"
+    ),
+}

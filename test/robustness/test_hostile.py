@@ -44,15 +44,19 @@ def test_one_hostile_argument(call: Call, name: str, hostile) -> None:
         assert not all(x.isfinite().all() for x in result if x.is_floating_point())
         return
     for actual, wanted in zip(result, numbers(call.function(**good)), strict=True):
-        torch.testing.assert_close(
-            actual, wanted, rtol=1e-5, atol=1e-6, equal_nan=False
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6, equal_nan=False)
+        assert (
+            not actual.requires_grad or wanted.requires_grad or call.kinds[name] in ("rows", "leaf")
         )
-        assert not actual.requires_grad or wanted.requires_grad or call.kinds[name] in ("rows", "leaf")
 
 
 @pytest.mark.parametrize(
     ("call", "name"),
-    [pytest.param(call, name, id=f"{title}-{name}") for title, call in CALLS.items() for name in call.kinds],
+    [
+        pytest.param(call, name, id=f"{title}-{name}")
+        for title, call in CALLS.items()
+        for name in call.kinds
+    ],
 )
 def test_none_is_refused_where_it_means_nothing(call: Call, name: str) -> None:
     given = call.good() | {name: None}
@@ -81,7 +85,9 @@ def test_every_argument_of_every_public_function_is_in_the_table() -> None:
             for name in call.kinds
         }
         shared = set(CALLS["linear_logprob"].kinds) if title == "linear_ratio_kl" else set()
-        missing += [f"{title}: {name}" for name in set(signature.parameters) - known - shared - flags]
+        missing += [
+            f"{title}: {name}" for name in set(signature.parameters) - known - shared - flags
+        ]
     assert not missing
 
 
@@ -170,7 +176,9 @@ def test_tokens_that_inference_mode_made_can_be_trained_on() -> None:
 
 
 def test_meta_tensors_alone_are_refused() -> None:
-    given = {name: value.to("meta") for name, value in made("hidden", "weight", "action_ids").items()}
+    given = {
+        name: value.to("meta") for name, value in made("hidden", "weight", "action_ids").items()
+    }
     with pytest.raises(ValueError, match="hidden is on the meta device"):
         linear_logprob(**given)
 
