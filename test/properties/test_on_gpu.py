@@ -1,4 +1,4 @@
-"""The properties of test_against_reference.py and test_loss.py at larger sizes, on a GPU and Triton's real code."""
+"""The properties of the files beside this one at larger sizes, on a GPU and Triton's real code."""
 
 import pytest
 import torch

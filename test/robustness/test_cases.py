@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from mutants import MUTANTS
+
 ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"^\| (A\d\d) \| .*\(\S+#\d+\) \| .+ \| `(\S+)::(\w+)` \|$", re.MULTILINE)
 
@@ -19,3 +21,14 @@ def test_each_case_has_a_test() -> None:
         if name not in found:
             missing.append(f"{case}: {file}::{name}")
     assert not missing
+
+
+def test_every_planted_fault_fits_its_file() -> None:
+    """test/mutants.py follows the sources: what it replaces stands there exactly once."""
+    sources = ROOT / "src" / "ratio_kl"
+    stale = [
+        f"{mutant.file}: {mutant.old!r}"
+        for mutant in MUTANTS
+        if (sources / mutant.file).read_text(encoding="utf-8").count(mutant.old) != 1
+    ]
+    assert not stale
