@@ -426,7 +426,11 @@ MUTANTS = [
 
 TESTS = {
     "kernels/ratio_kl.py": ("ops/test_triton_logits.py",),
-    "kernels": ("ops/test_triton_backend.py", "ops/test_statistics.py"),
+    "kernels": (
+        "properties/test_against_reference.py",
+        "ops/test_statistics.py",
+        "ops/test_triton_backend.py",
+    ),
     "objective/policy.py": (
         "objective/test_policy.py",
         "objective/test_metrics.py",
@@ -448,6 +452,7 @@ TESTS = {
         "cases/test_nonfinite.py",
         "cases/test_paths_agree.py",
         "test_module.py",
+        "objective/test_loss.py",
     ),
 }
 """File, or folder where it has no row of its own -> the tests that must see its faults."""

@@ -93,6 +93,18 @@ def test_nan_on_an_active_token_reaches_the_gradient(source, loss_type, level, g
     assert not hidden.grad[0, 2].any()
 
 
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_nan_entropy_shows_where_the_mask_then_keeps_nothing(entropy_coef):
+    """The threshold is NaN, no token reaches it, and a loss of 0 would look sound."""
+    hidden, *rest = inputs()
+    with torch.no_grad():
+        hidden[0, 0] = math.nan
+    loss_fn = FusedLinearRatioKLLoss(top_entropy_quantile=0.5, entropy_coef=entropy_coef)
+    out = loss_fn(hidden, *rest)
+    assert out.loss.isnan()
+    assert out.metrics.high_entropy_fraction == 0
+
+
 @pytest.mark.parametrize("grads", SCHEDULES)
 def test_an_overflow_stays_in_active_rows(grads):
     hidden, weight, ids, _, _ = inputs()

@@ -70,7 +70,7 @@ def test_one_temperature_for_all_rows(temperature):
 @pytest.mark.parametrize("chunk_bytes", [1, 40_000])
 @pytest.mark.parametrize(("N", "V"), [(70, 130), (70, 40)])
 def test_chunk_bytes_changes_no_score_and_gradients_by_rounding(N, V, chunk_bytes):
-    case = make_case(N, V, 40, mask=True, modifiers=("bias",), device=DEVICE)
+    case = make_case(N, V, 40, mask=True, modifiers=("bias", "temperature"), device=DEVICE)
     cut = with_head(case, chunk_bytes=chunk_bytes)
     for whole, part in zip(run(case)[0], run(cut)[0], strict=True):
         assert torch.equal(whole, part)
