@@ -334,7 +334,6 @@ MUTANTS = [
         ("log_ratio.detach().clamp(-20, 20)", "log_ratio.detach()"),
         ("tokens.sampling_ratio.log().clamp(*VESPO_LOG_RANGE)", "tokens.sampling_ratio.log()"),
         ("if tokens.sampling_ratio_is_per_token:", "if False:"),
-        ("(tokens.advantages >= 0) | (drift", "(tokens.advantages > 0) | (drift"),
         ("drift <= config", "drift < config"),
         ("term = torch.where(keep, term, 0)", "term = term"),
         ("term = torch.where(kept.keep, term, 0)", "term = term"),

@@ -302,6 +302,16 @@ def test_off_policy_mask_without_any_behaviour_policy_keeps_everything():
     assert masked.loss.item() == free.loss.item() != 0
 
 
+def test_a_drift_at_the_threshold_is_kept():
+    config = RatioKLConfig(off_policy_mask_threshold=0.0)
+    given = problem(5, config).given(old_logps=None, sampling_logps=None)
+    own = run(module(config), given).outputs["logps"]
+    kept = run(module(config), given.given(sampling_logps=own))
+    free = run(module(RatioKLConfig()), given)
+    assert (given.inputs[4] < 0).any()
+    assert kept.loss.item() == free.loss.item() != 0
+
+
 def test_ref_bias_left_out_is_the_policys_bias():
     """With a reference head of its own weight too."""
     config = RatioKLConfig(beta=0.1)
