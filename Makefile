@@ -34,7 +34,9 @@ mutation: $(call ready,test) ## plant small faults, which tests must see; ARGS=k
 	PYTHONPATH=$(CURDIR)/src $(python) test/mutation.py $(ARGS)
 
 coverage: $(call ready,test) ## lines and branches of src that the tests reach, kernels included
+	$(python) -m coverage erase
 	$(python) -m coverage run -m pytest -m "not slow" $(ARGS)
+	$(python) -m coverage combine --quiet
 	$(python) -m coverage report
 
 benchmark: $(call ready,benchmark) ## time, memory and error beside every rival; ARGS=... chooses

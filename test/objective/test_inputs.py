@@ -256,3 +256,12 @@ def test_a_sampling_ratio_of_one_row_each_is_per_token_only_where_it_says_so() -
     )
     assert torch.equal(once, column)
     assert not torch.equal(once, spread)
+
+
+def test_any_non_zero_mask_is_active() -> None:
+    given = problem(1)
+    weights = torch.where(given.active, torch.tensor([-1.0, 0.5, 3.0])[torch.arange(16) % 3], 0)
+    wanted = run(FusedLinearRatioKLLoss(), given)
+    actual = run(FusedLinearRatioKLLoss(), given.with_inputs(attention_mask=weights))
+    assert torch.equal(actual.loss, wanted.loss)
+    assert torch.equal(actual.grads["hidden"], wanted.grads["hidden"])
