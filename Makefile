@@ -59,7 +59,7 @@ build: $(call ready,test) ## wheel and sdist into dist/, checked by test/test_pa
 	$(python) -m build --no-isolation --outdir dist .
 
 clean: ## remove the environment, caches and build output
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) build dist .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
 
 # One stamp an extra, so that `make test` does not install what only the demo needs. torch goes in
 # first, by its exact release: with it there, a range in another package installs no second one.
