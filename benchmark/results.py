@@ -17,6 +17,8 @@ from .rivals.ours import chunk_bytes
 from .shapes import Shape, parse
 
 OK = "ok"
+ABSENT = " is not installed"
+"""End of the status of a contender whose package, or one that it needs, is missing."""
 
 
 @dataclass
@@ -63,6 +65,10 @@ class Row:
     @property
     def ok(self) -> bool:
         return self.status == OK
+
+    @property
+    def absent(self) -> bool:
+        return self.status.endswith(ABSENT)
 
 
 @dataclass
