@@ -1,21 +1,15 @@
 """The fronts over ranks: heads cut as verl and RL-Kernel cut them, counts as Liger counts them."""
 
-import inspect
 from itertools import accumulate
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ratio_kl import linear_logprob
 from ratio_kl.compat.rl_kernel import linear_logp
 from ratio_kl.compat.verl import linear_cross_entropy
 from support import FLOAT64_TOLERANCE, assert_close, relative_error
 
-cut_heads = pytest.mark.skipif(
-    "tp_group" not in inspect.signature(linear_logprob).parameters,
-    reason="needs linear_logprob(tp_group=...), which this version does not have",
-)
 TWO = pytest.mark.parametrize("ranks", [2], indirect=True)
 
 
@@ -119,13 +113,11 @@ def check_liger(rank, size):
         assert abs(ours - theirs) < 2e-5
 
 
-@cut_heads
 @TWO
 def test_verls_head_cut_over_ranks(ranks):
     ranks.run(check_verl)
 
 
-@cut_heads
 @TWO
 @pytest.mark.parametrize("rows", [[10, 10], [3, 8]], ids=str)
 def test_rl_kernels_head_cut_over_ranks(ranks, rows):

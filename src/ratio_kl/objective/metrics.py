@@ -67,7 +67,7 @@ def metrics_of(
     sums = tokens.layout.over_ranks(torch.cat([policy_loss.detach().reshape(1), sums]))
     means = [*(sums[1:] / count.clamp(min=1)).unbind()]
     if by_sequence:
-        means += _sequence_means(of_ratios, tokens)
+        means = [*means, *_sequence_means(of_ratios, tokens)]
     kl, entropy, kept, ratio, low, high, clipped = means
     return Metrics(
         policy_loss=sums[0],
