@@ -56,7 +56,9 @@ def definition(path: Path, name: str) -> Definition:
     for node in ast.parse(path.read_text("utf-8")).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return Definition(path, node)
-        if isinstance(node, ast.ImportFrom) and name in (alias.name for alias in node.names):
+        if not (isinstance(node, ast.ImportFrom) and node.level):
+            continue
+        if name in (alias.name for alias in node.names):
             folder = path.parents[node.level - 1]
             target = folder.joinpath(*(node.module or "").split("."))
             init = target / "__init__.py"
