@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from ratio_kl.ops import triton_backend, triton_logits
-from ratio_kl.ops.contract import DEFAULT_CHUNK_BYTES, Head, LogitsSaved, Needs, Saved, Scores
+from ratio_kl.ops.contract import DEFAULT_CHUNK_BYTES, Head, LogitsSaved, Needs, Saved, Scores, Want
 
 SHAPES = ((8192, 4096, 131072), (32768, 2048, 151936), (16384, 3584, 152064), (4096, 8192, 128256))
 SMALL = tuple((N, 4096, V) for V in (32000, 131072) for N in (256, 512, 1152, 2048))
@@ -33,13 +33,11 @@ class Step(NamedTuple):
     grads: Tensor
 
     def forward(self, with_entropy: bool = True) -> Scores:
-        return triton_backend.forward(self.head, self.ids, self.mask, with_entropy=with_entropy)
+        return triton_backend.forward(self.head, self.ids, self.mask, want=Want(with_entropy))
 
     def both(self, needs: Needs = TRAINED) -> Any:
         scores = self.forward()
-        saved = Saved(
-            self.ids, scores.logps, scores.max, scores.log_sum, scores.entropies, scores.bad_ids
-        )
+        saved = Saved(self.ids, scores.logps, scores.max, scores.log_sum, scores.entropies)
         return triton_backend.backward(self.head, saved, self.grads, None, needs=needs)
 
 

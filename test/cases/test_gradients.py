@@ -73,7 +73,7 @@ def test_a13_incoming_gradients_of_any_stride(select) -> None:
     ids = torch.randint(0, 15, (2, 4))
     ours = linear_logprob(*leaves, ids, return_entropy=True)
     theirs = reference_logprob(*leaves, ids)
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(ours[:2], theirs, strict=True):
         actual = torch.autograd.grad(select(a), leaves, retain_graph=True)
         expected = torch.autograd.grad(select(b), leaves, retain_graph=True)
         for leaf, x, y in zip(("hidden", "weight"), actual, expected, strict=True):

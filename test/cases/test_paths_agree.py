@@ -218,7 +218,7 @@ def test_a25_logit_modifiers(modifiers, chunk_bytes: int) -> None:
 
 
 def assert_agree(ours, theirs, leaves) -> None:
-    for name, a, b in zip(("logps", "entropies"), ours, theirs, strict=True):
+    for name, a, b in zip(("logps", "entropies"), ours[:2], theirs, strict=True):
         assert_close(a, b, FLOAT64, name)
         actual = torch.autograd.grad(a.sum(), leaves, retain_graph=True)
         expected = torch.autograd.grad(b.sum(), leaves, retain_graph=True)

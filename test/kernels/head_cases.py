@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ratio_kl.ops import triton_backend
-from ratio_kl.ops.contract import DEFAULT_CHUNK_BYTES, Gradients, Head, Needs, Saved, Scores
+from ratio_kl.ops.contract import DEFAULT_CHUNK_BYTES, Gradients, Head, Needs, Saved, Scores, Want
 
 ALL = Needs(hidden=True, weight=True, bias=True)
 MODIFIERS = ("bias", "logit_scale", "softcap", "temperature", "vocab_size")
@@ -67,7 +67,7 @@ def make_case(
 
 def run(case: Case, needs: Needs = ALL, with_entropy: bool = True) -> tuple[Scores, Gradients]:
     """Both passes of the Triton backend."""
-    scores = triton_backend.forward(case.head, case.ids, case.mask, with_entropy=with_entropy)
+    scores = triton_backend.forward(case.head, case.ids, case.mask, want=Want(with_entropy))
     saved = Saved(case.ids, scores.logps, scores.max, scores.log_sum, scores.entropies)
     return scores, triton_backend.backward(
         case.head, saved, case.grad_logps, case.grad_entropies, needs=needs

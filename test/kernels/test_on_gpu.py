@@ -17,7 +17,7 @@ from kernels.head_cases import (
     run,
 )
 from ratio_kl.ops import triton_backend
-from ratio_kl.ops.contract import Needs, Saved
+from ratio_kl.ops.contract import Needs, Saved, Want
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
@@ -42,7 +42,7 @@ def rows_of(case: Case, rows: torch.Tensor) -> Case:
 
 def score(case: Case) -> torch.Tensor:
     """logps, entropies, max, log_sum: [4, N]."""
-    scores = triton_backend.forward(case.head, case.ids, case.mask, with_entropy=True)
+    scores = triton_backend.forward(case.head, case.ids, case.mask, want=Want(True))
     return torch.stack(scores[:4])
 
 
@@ -68,7 +68,7 @@ def test_a48_a_row_is_bitwise_the_same_in_any_batch(large):
         assert torch.equal(score(with_head(large, chunk_bytes=chunk_bytes)), whole)
         cut = with_head(large._replace(mask=mask), chunk_bytes=chunk_bytes)
         assert torch.equal(score(cut), whole * mask)
-    logps = triton_backend.forward(large.head, large.ids, None, with_entropy=False).logps
+    logps = triton_backend.forward(large.head, large.ids, None, want=Want(False)).logps
     assert torch.equal(logps, whole[0])
 
 
@@ -199,7 +199,7 @@ def test_a38_memory():
     assert backward(HIDDEN_AND_WEIGHT) <= rest + 2 * V * H + 2 * N * H
     mask = torch.rand(N, device="cuda") < 0.5
     forward = peak_beyond(
-        lambda: triton_backend.forward(case.head, case.ids, mask, with_entropy=True)
+        lambda: triton_backend.forward(case.head, case.ids, mask, want=Want(True))
     )
     assert forward <= 33 << 20
 

@@ -10,7 +10,7 @@ from torch.library import opcheck
 from cases.meter import metered
 from ratio_kl import linear_logprob
 from ratio_kl.objective.sequences import packed_mask, segment_spread, segment_sum
-from ratio_kl.ops.operators import linear_logprob_backward_op, linear_logprob_op
+from ratio_kl.ops.operators import linear_logprob_backward_op, linear_scores_op
 from support import FLOAT64_TOLERANCE, assert_close
 
 # The smallest sizes that are cut into several tiles both ways (tiles are at least 64 x 64).
@@ -33,6 +33,7 @@ def flat(dtype: torch.dtype = torch.float32, *, modifiers: bool = False) -> dict
         "vocab_size": V - 3 if modifiers else V,
         "compute_dtype": dtype,
         "with_entropy": modifiers,
+        "with_statistics": modifiers,
         "backend": "torch",
         "chunk_bytes": 1,
         "checks": "later",
@@ -48,7 +49,7 @@ def backward_arguments(
 ) -> tuple:
     """Arguments of pass 2 after pass 1 on `given`, as tensors that need no gradient."""
     with torch.no_grad():
-        logps, entropies, peak, log_sum, _ = linear_logprob_op(*given.values())
+        logps, entropies, peak, log_sum, *_ = linear_scores_op(*given.values())
     leaves = [None if x is None else x.detach() for x in itertools.islice(given.values(), 3)]
     modifiers = [given[name] for name in ("inverse_temperature", "logit_scale", "softcap")]
     saved = (logps, entropies, peak, log_sum)
@@ -61,7 +62,7 @@ def backward_arguments(
 @pytest.mark.parametrize("modifiers", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_pass_1_is_a_well_behaved_operator(dtype: torch.dtype, modifiers: bool) -> None:
-    opcheck(linear_logprob_op, tuple(flat(dtype, modifiers=modifiers).values()))
+    opcheck(linear_scores_op, tuple(flat(dtype, modifiers=modifiers).values()))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
@@ -83,18 +84,22 @@ def test_segment_operators_are_well_behaved() -> None:
     opcheck(packed_mask, (torch.arange(9) < 7, offsets, False, "later"))
 
 
+@pytest.mark.parametrize("with_statistics", [False, True])
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("leaves", [torch.float32, torch.float64, torch.bfloat16])
-def test_outputs_are_what_the_fake_says(leaves: torch.dtype, with_entropy: bool) -> None:
-    given = flat(leaves) | {"with_entropy": with_entropy}
+def test_outputs_are_what_the_fake_says(
+    leaves: torch.dtype, with_entropy: bool, with_statistics: bool
+) -> None:
+    given = flat(leaves) | {"with_entropy": with_entropy, "with_statistics": with_statistics}
     wide = torch.promote_types(leaves, torch.float32)
-    logps, entropies, peak, log_sum, bad_values = linear_logprob_op(*given.values())
+    logps, entropies, peak, log_sum, statistics, bad_values = linear_scores_op(*given.values())
     for per_row in (logps, peak, log_sum):
         assert (per_row.shape, per_row.dtype) == ((N,), wide)
     assert (entropies.shape, entropies.dtype) == ((N if with_entropy else 0,), wide)
+    assert (statistics.shape, statistics.dtype) == ((3, N if with_statistics else 0), wide)
     assert (bad_values.shape, bad_values.dtype, int(bad_values)) == ((1,), torch.int64, 0)
     assert logps.requires_grad
-    assert not any(x.requires_grad for x in (peak, log_sum, bad_values))
+    assert not any(x.requires_grad for x in (peak, log_sum, statistics, bad_values))
 
 
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
@@ -125,7 +130,8 @@ def test_inactive_rows_are_not_computed_in_pass_1(active: int) -> None:
     with metered() as meter, torch.no_grad():
         _, out = scored(hidden, mask)
     assert meter.multiplications == active * H * V
-    for name, value in out._asdict().items():
+    for name in ("logps", "entropies"):
+        value = getattr(out, name)
         assert torch.equal(value[~mask], torch.zeros(N - active).double()), name
         assert value[mask].isfinite().all(), name
 
@@ -206,7 +212,7 @@ def test_ids_out_of_range_raise_at_once() -> None:
     given = flat()
     given["action_ids"][[3, 8]] = torch.tensor([-1, V])
     with pytest.raises(ValueError, match="got 2 active token"):
-        linear_logprob_op(*given.values())
+        linear_scores_op(*given.values())
 
 
 def test_a_named_backend_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:

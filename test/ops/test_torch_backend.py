@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ratio_kl.ops import torch_backend
-from ratio_kl.ops.contract import Gradients, Head, Needs, Saved, Scores
+from ratio_kl.ops.contract import Gradients, Head, Needs, Saved, Scores, Want
 from ratio_kl.reference import reference_logprob
 from support import assert_close
 
@@ -46,7 +46,7 @@ def saved_of(ids: Tensor, scores: Scores) -> Saved:
 
 def passes(head: Head, g: Tensor | None, h: Tensor | None, mask: Tensor | None = None, **needs):
     ids = torch.randint(0, head.vocab_size, (head.hidden.shape[0],))
-    scores = torch_backend.forward(head, ids, mask, with_entropy=h is not None)
+    scores = torch_backend.forward(head, ids, mask, want=Want(h is not None))
     wanted = {"hidden": True, "weight": True, "bias": True, "in_logits_dtype": False} | needs
     return ids, torch_backend.backward(head, saved_of(ids, scores), g, h, needs=Needs(**wanted))
 
@@ -56,7 +56,7 @@ def test_max_and_log_sum_are_kept_apart(N: int, V: int) -> None:
     head = head_of(N, V)
     mask = torch.rand(N) > 0.3
     ids = torch.randint(0, V, (N,))
-    scores = torch_backend.forward(head, ids, mask, with_entropy=True)
+    scores = torch_backend.forward(head, ids, mask, want=Want(True))
     logits = head.hidden @ head.weight.T + head.bias
     peak = torch.where(mask, logits.amax(1), 0)
     log_sum = torch.where(mask, (logits - logits.amax(1, keepdim=True)).exp().sum(1).log(), 0)
@@ -108,7 +108,7 @@ def test_invalid_logits_of_one_row_stay_in_it(N: int, V: int) -> None:
     head.hidden[3] = torch.nan
     head.hidden[4, 0] = torch.inf
     ids = torch.randint(0, V, (N,))
-    scores = torch_backend.forward(head, ids, None, with_entropy=True)
+    scores = torch_backend.forward(head, ids, None, want=Want(True))
     bad = torch.zeros(N, dtype=torch.bool)
     bad[3:5] = True
     for values in (scores.logps, scores.entropies):
@@ -119,7 +119,7 @@ def test_every_logit_at_minus_infinity_is_no_distribution() -> None:
     # torch.log_softmax says NaN too: nothing is hidden.
     head = head_of(3, 130)
     head.bias.fill_(-math.inf)
-    scores = torch_backend.forward(head, torch.zeros(3, dtype=torch.int64), None, with_entropy=True)
+    scores = torch_backend.forward(head, torch.zeros(3, dtype=torch.int64), None, want=Want(True))
     assert scores.logps.isnan().all()
     assert scores.entropies.isnan().all()
 
@@ -128,7 +128,7 @@ def test_every_logit_at_minus_infinity_is_no_distribution() -> None:
 def test_a_logit_at_plus_infinity_is_no_distribution(column: int) -> None:
     head = head_of(3, 130)
     head.bias[column] = math.inf
-    scores = torch_backend.forward(head, torch.zeros(3, dtype=torch.int64), None, with_entropy=True)
+    scores = torch_backend.forward(head, torch.zeros(3, dtype=torch.int64), None, want=Want(True))
     assert scores.logps.isnan().all()
     assert scores.entropies.isnan().all()
 
@@ -141,7 +141,7 @@ def test_logits_far_below_the_largest_cost_nothing(N: int, V: int) -> None:
     head.bias.fill_(-1e6)
     head.bias[7] = 0
     ids = torch.full((N,), 3)
-    scores = torch_backend.forward(head, ids, None, with_entropy=True)
+    scores = torch_backend.forward(head, ids, None, want=Want(True))
     assert torch.equal(scores.logps, torch.full((N,), -1e6).double())
     assert torch.equal(scores.entropies, torch.zeros(N).double())
     needs = Needs(hidden=True, weight=True, bias=True, in_logits_dtype=False)

@@ -20,7 +20,7 @@ from kernels.head_cases import (
     run,
 )
 from ratio_kl.ops import triton_backend
-from ratio_kl.ops.contract import Needs, Saved
+from ratio_kl.ops.contract import Needs, Saved, Want
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -252,7 +252,7 @@ def test_ids_out_of_range():
     ids = case.ids.clone()
     ids[1], ids[2] = -1, case.head.vocab_size
     for mask in (None, torch.tensor([True, True, False, True, True], device=DEVICE)):
-        scores = triton_backend.forward(case.head, ids, mask, with_entropy=False)
+        scores = triton_backend.forward(case.head, ids, mask, want=Want(False))
         assert scores.logps.isnan().tolist() == [False, True, mask is None, False, False]
         assert int(scores.bad_ids) == (2 if mask is None else 1)
 

@@ -8,6 +8,11 @@ here, by a dot product in fp32:
     moment  = sum exp(top - max) (moment_i + (top - max) mass_i)
     log_sum = log mass,   entropy = log_sum - moment / mass,   logp = min(0, (z - max) - log_sum)
 
+and if the statistics are asked for, in the same order
+
+    log sum p^2 = log(sum exp(top - max)^2 square_i) - 2 log mass,   mean z = sum plain_i / V
+    top1        = the action is the first column of the largest top
+
 Stored: one number of each a row. An id outside [0, V) gives logp NaN.
 """
 
@@ -46,6 +51,28 @@ def action_product(
     return tl.reshape(tl.sum(total, 0, keep_dims=True), (1, 1))
 
 
+@triton.jit
+def merge_statistics(
+    partial, extra, largest, mass, action, V, S, out_ptr, stride_pq, stride_q,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row's three statistics, from its tops at `partial` and its further partials at `extra`."""
+    squares = tl.zeros((BLOCK,), tl.float32)
+    plains = tl.zeros((BLOCK,), tl.float32)
+    bests = tl.full((BLOCK,), float("inf"), tl.float32)
+    for s in tl.range(0, S, BLOCK):
+        i = s + tl.arange(0, BLOCK)
+        top = tl.load(partial + i, mask=i < S, other=-float("inf"))
+        share = tl.exp2(below(top, largest) * LOG2E)
+        squares += share * share * tl.load(extra + i, mask=i < S, other=0.0)
+        plains += tl.load(extra + stride_pq + i, mask=i < S, other=0.0)
+        best = tl.load(extra + 2 * stride_pq + i, mask=i < S, other=float("inf"))
+        bests = tl.minimum(bests, tl.where(top == largest, best, float("inf")))
+    tl.store(out_ptr, tl.log(tl.sum(squares, 0)) - 2 * tl.log(mass))
+    tl.store(out_ptr + stride_q, tl.sum(plains, 0) / V)
+    tl.store(out_ptr + 2 * stride_q, (tl.min(bests, 0) == action.to(tl.float32)).to(tl.float32))
+
+
 @triton.jit(do_not_specialize=["start"])
 def merge_kernel(
     hidden_ptr,
@@ -62,6 +89,7 @@ def merge_kernel(
     entropies_ptr,
     max_ptr,
     log_sum_ptr,
+    statistics_ptr,
     start,
     V,
     H,
@@ -74,6 +102,7 @@ def merge_kernel(
     stride_in,
     stride_pn,
     stride_pq,
+    stride_sq,
     WITH_ENTROPY: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -128,3 +157,9 @@ def merge_kernel(
     if WITH_ENTROPY:
         entropy = log_sum - tl.sum(moments, 0) / mass
         tl.store(entropies_ptr + token, tl.where(entropy < 0, 0.0, entropy))
+    if statistics_ptr is not None:
+        extra = partial + (3 if WITH_ENTROPY else 2) * stride_pq
+        merge_statistics(
+            partial, extra, largest, mass, tl.where(bad, -1, action), V, S,
+            statistics_ptr + token, stride_pq, stride_sq, BLOCK,
+        )  # fmt: skip

@@ -5,10 +5,12 @@ For each row n and each tile of BLOCK_V columns, with z the modified logits:
     top    = max z
     mass   = sum exp(z - top)
     moment = sum exp(z - top) (z - top)          only if the entropy is asked for
+    square = sum exp(z - top)^2, plain = sum z, best = first column of top
+                                                 only if the statistics are asked for
 
-Never stored: logits, probabilities. Stored: three numbers a row and tile, which kernels/merge.py
-puts together. A tile's columns are fixed and nothing is carried from tile to tile, so a row's
-numbers are bitwise the same whatever rows it is computed with.
+Never stored: logits, probabilities. Stored: these numbers of a row and tile, which
+kernels/merge.py puts together. A tile's columns are fixed and nothing is carried from tile to
+tile, so a row's numbers are bitwise the same whatever rows it is computed with.
 """
 
 import triton
@@ -40,6 +42,7 @@ def score_kernel(
     stride_pn,
     stride_pq,
     WITH_ENTROPY: tl.constexpr,
+    WITH_STATISTICS: tl.constexpr,
     EVEN_V: tl.constexpr,
     DTYPE: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -73,6 +76,8 @@ def score_kernel(
             x, columns, V, tokens, stride_tn,
             bias_ptr, logit_scale_ptr, softcap_ptr, temperature_ptr,
         )  # fmt: skip
+        if WITH_STATISTICS:
+            plain = tl.sum(tl.where((columns < V)[None, :], z, 0.0), 1)
         if not EVEN_V:
             z = tl.where((columns < V)[None, :], z, -float("inf"))
         top = tl.max(z, 1)  # [BLOCK_N]
@@ -83,3 +88,10 @@ def score_kernel(
         tl.store(partial + stride_pq, tl.sum(e, 1), mask=rows < N)
         if WITH_ENTROPY:
             tl.store(partial + 2 * stride_pq, tl.sum(e * gap, 1), mask=rows < N)
+        if WITH_STATISTICS:
+            extra = partial + (3 if WITH_ENTROPY else 2) * stride_pq
+            best = tl.min(tl.where(z == top[:, None], columns[None, :], V), 1)
+            tl.store(extra, tl.sum(e * e, 1), mask=rows < N)
+            tl.store(extra + stride_pq, plain, mask=rows < N)
+            # A column as fp32: exact up to 2^24, and no vocabulary has more.
+            tl.store(extra + 2 * stride_pq, best.to(tl.float32), mask=rows < N)

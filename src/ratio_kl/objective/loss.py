@@ -9,6 +9,7 @@ from torch import Tensor
 from ..checks.arguments import check_device, check_floating, check_head, check_real, check_shape
 from ..config import RatioKLConfig, check_positive_int, check_real_option
 from ..distributed.groups import Group, resolve
+from ..ops.contract import Want
 from ..ops.passes import (
     Execution,
     HeadRows,
@@ -114,14 +115,14 @@ def linear_policy_loss(call: Call, config: RatioKLConfig, runtime: Runtime) -> L
     trains = any(leaf is not None and leaf.requires_grad for leaf in (hidden, weight, bias))
     if runtime.grads == "forward" and torch.is_grad_enabled() and trains:
         return loss_with_stashed_gradients(rows, surrogate)
-    return surrogate(pass_one(rows, with_entropy=True))
+    return surrogate(pass_one(rows, Want(entropy=True)))
 
 
 def _score_reference(rows: HeadRows | None) -> RowScores | None:
     if rows is None:
         return None
     with torch.no_grad():
-        return pass_one(rows, with_entropy=False)
+        return pass_one(rows, Want(entropy=False))
 
 
 def _with_reference(tokens: Tokens, reference: RowScores | None) -> Tokens:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..ops.contract import Needs
+from ..ops.contract import Needs, Want
 from ..ops.passes import HeadRows, RowScores, pass_one, pass_two
 from .surrogate import LossOutput
 
@@ -32,7 +32,7 @@ def loss_with_stashed_gradients(
         )
     leaves = (rows.hidden, rows.weight, rows.bias)
     with torch.no_grad():
-        scores = pass_one(rows, with_entropy=True)
+        scores = pass_one(rows, Want(entropy=True))
     with torch.enable_grad():
         logps = scores.logps.detach().requires_grad_()
         entropies = scores.entropies.detach().requires_grad_()

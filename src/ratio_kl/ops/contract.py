@@ -2,7 +2,7 @@
 
 A backend is two functions over flat rows (N tokens), each with the signature below:
 
-    forward(head, action_ids, mask, *, with_entropy) -> Scores
+    forward(head, action_ids, mask, *, want) -> Scores
     backward(head, saved, grad_logps, grad_entropies, *, needs) -> Gradients
 
 The modified logits of row n are, in this order,
@@ -52,6 +52,13 @@ class Head:
         return torch.float64 if self.compute_dtype == torch.float64 else torch.float32
 
 
+class Want(NamedTuple):
+    """What pass 1 is asked for beside logps; what is not asked for costs nothing."""
+
+    entropy: bool
+    statistics: bool = False
+
+
 class Scores(NamedTuple):
     """Result of pass 1, every field [N] in the logits' dtype and exactly 0 on inactive rows."""
 
@@ -65,6 +72,9 @@ class Scores(NamedTuple):
     """log(sum(exp(z - max)))."""
     bad_ids: Tensor
     """0-d int64: number of active rows whose id is outside [0, vocab_size). Their logp is NaN."""
+    statistics: Tensor
+    """[3, N]: log sum p^2, mean of z, and 1 where the id is the first at which z is largest, else
+    0; [3, 0] if not asked for."""
 
 
 class Saved(NamedTuple):

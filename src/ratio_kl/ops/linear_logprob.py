@@ -12,7 +12,7 @@ from ..checks.arguments import (
     check_real,
     check_shape,
 )
-from .contract import DEFAULT_CHUNK_BYTES
+from .contract import DEFAULT_CHUNK_BYTES, Want
 from .passes import Execution, HeadRows, LogitModifiers, pass_one
 
 
@@ -23,6 +23,15 @@ class LogProbs(NamedTuple):
     """log-probability of the action, shape of action_ids; 0 on inactive tokens."""
     entropies: Tensor
     """Entropy in nats, shape of action_ids; 0 on inactive tokens. Size 0 if not asked for."""
+    log_sum_sq_probs: Tensor
+    """log sum p^2 over the vocabulary (minus the collision entropy), shape of action_ids."""
+    mean_logits: Tensor
+    """Mean over the vocabulary of the modified logits, shape of action_ids."""
+    is_top1: Tensor
+    """bool, shape of action_ids: the action is the first of the most probable tokens.
+
+    These three carry no gradient, are 0 or False on inactive tokens, and have size 0 if not asked
+    for."""
 
 
 def linear_logprob(
@@ -37,6 +46,7 @@ def linear_logprob(
     softcap: float | None = None,
     vocab_size: int | None = None,
     return_entropy: bool = False,
+    return_statistics: bool = False,
     validate: Literal["eager"] | None = None,
     backend: Literal["torch", "triton"] | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
@@ -63,6 +73,7 @@ def linear_logprob(
         softcap: > 0 or None.
         vocab_size: rows of the weight from vocab_size on are padding and left out; None: V.
         return_entropy: compute entropies too.
+        return_statistics: compute log_sum_sq_probs, mean_logits and is_top1 too.
         validate: "eager" raises for out-of-range ids on an accelerator at once (one
             synchronisation); None raises in this call's backward or in a later call. On the CPU
             both raise at once.
@@ -70,8 +81,8 @@ def linear_logprob(
         chunk_bytes: budget of all temporaries of a pass together, in bytes.
 
     Returns:
-        LogProbs(logps, entropies), each of action_ids' shape, float32 (float64 for float64
-        inputs), exactly 0 on inactive tokens; entropies has size 0 unless asked for.
+        LogProbs, each field of action_ids' shape, float32 (float64 for float64 inputs; is_top1
+        bool), exactly 0 on inactive tokens; of size 0 what was not asked for.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit; an option or, on the CPU, an id of an
@@ -100,9 +111,13 @@ def linear_logprob(
         modifiers=LogitModifiers(temperature, logit_scale, softcap, vocab_size),
         execution=Execution(backend, chunk_bytes, validate),
     )
-    scores = pass_one(rows, with_entropy=return_entropy)
+    scores = pass_one(rows, Want(return_entropy, return_statistics))
     entropies = scores.entropies.reshape(shape) if return_entropy else scores.entropies
-    return LogProbs(scores.logps.reshape(shape), entropies)
+    none = scores.statistics.reshape(-1)
+    log_sum_sq, mean, top1 = none, none, none
+    if return_statistics:
+        log_sum_sq, mean, top1 = scores.statistics.reshape(3, *shape)
+    return LogProbs(scores.logps.reshape(shape), entropies, log_sum_sq, mean, top1 != 0)
 
 
 def _row_temperature(temperature: Tensor, shape: torch.Size, device: torch.device) -> Tensor:

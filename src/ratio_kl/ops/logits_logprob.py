@@ -12,7 +12,7 @@ from torch import Tensor
 from ..checks.values import bad_values_error, check_counts, raise_pending
 from .backends import backend_for
 from .contract import LogitsSaved
-from .registration import operator
+from .registration import differentiable, operator
 
 
 @operator("logits_ratio_kl")
@@ -87,11 +87,5 @@ def _refuse_double_backward(ctx, *_):
     )
 
 
-torch.library.register_autograd(
-    "ratio_kl::logits_ratio_kl", _backward, setup_context=_save_for_backward
-)
-torch.library.register_autograd(
-    "ratio_kl::logits_ratio_kl_backward",
-    _refuse_double_backward,
-    setup_context=lambda ctx, inputs, output: None,
-)
+differentiable(logits_ratio_kl_op, _backward, _save_for_backward)
+differentiable(logits_ratio_kl_backward_op, _refuse_double_backward)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..checks.values import bad_values_error, check_counts, raise_pending
 from .backends import backend_for
-from .contract import Head, Needs, Saved, Scores
-from .registration import operator
+from .contract import Head, Needs, Saved, Scores, Want
+from .registration import differentiable, operator
 
 
 def _bad_values(scores: Scores, inverse: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -28,8 +28,8 @@ def _bad_values(scores: Scores, inverse: Tensor | None, mask: Tensor | None) -> 
     return torch.stack([scores.bad_ids, bad.sum()])
 
 
-@operator("linear_logprob")
-def linear_logprob_op(
+@operator("linear_scores")
+def linear_scores_op(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -41,11 +41,13 @@ def linear_logprob_op(
     vocab_size: int,
     compute_dtype: torch.dtype,
     with_entropy: bool,
+    with_statistics: bool,
     backend: str,
     chunk_bytes: int,
     checks: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Pass 1 on flat rows: logps, entropies, max, log_sum (contract.Scores), bad values."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Pass 1 on flat rows: logps, entropies, max, log_sum, statistics (contract.Scores), counts
+    of bad values."""
     head = Head(
         hidden=hidden,
         weight=weight,
@@ -58,21 +60,23 @@ def linear_logprob_op(
         chunk_bytes=chunk_bytes,
     )
     module = backend_for("backend", backend, hidden.device, compute_dtype)
-    scores = module.forward(head, action_ids, mask, with_entropy=with_entropy)
+    scores = module.forward(head, action_ids, mask, want=Want(with_entropy, with_statistics))
     bad_values = _bad_values(scores, inverse_temperature, mask)
     check_counts(bad_values, partial(bad_values_error, vocab_size), checks)
-    return *scores[:4], bad_values
+    return *scores[:4], scores.statistics, bad_values
 
 
-@torch.library.register_fake("ratio_kl::linear_logprob")
+@torch.library.register_fake("ratio_kl::linear_scores")
 def _(hidden, weight, bias, action_ids, mask, inverse_temperature, logit_scale, softcap,
-      vocab_size, compute_dtype, with_entropy, backend, chunk_bytes, checks):  # fmt: skip
+      vocab_size, compute_dtype, with_entropy, with_statistics, backend, chunk_bytes,
+      checks):  # fmt: skip
     dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
     rows = hidden.shape[0]
     logps, peak, log_sum = (hidden.new_empty(rows, dtype=dtype) for _ in range(3))
     entropies = hidden.new_empty(rows if with_entropy else 0, dtype=dtype)
+    statistics = hidden.new_empty((3, rows if with_statistics else 0), dtype=dtype)
     counts = 1 if inverse_temperature is None or inverse_temperature.dim() == 0 else 2
-    return logps, entropies, peak, log_sum, hidden.new_empty(counts, dtype=torch.int64)
+    return logps, entropies, peak, log_sum, statistics, hidden.new_empty(counts, dtype=torch.int64)
 
 
 @operator("linear_logprob_backward")
@@ -135,10 +139,10 @@ def _(hidden, weight, bias, action_ids, inverse_temperature, logit_scale, softca
 
 def _save_for_backward(ctx, inputs, output) -> None:
     (hidden, weight, bias, action_ids, mask, inverse_temperature, logit_scale, softcap,
-     vocab_size, compute_dtype, with_entropy, backend, chunk_bytes, _eager) = inputs  # fmt: skip
-    logps, entropies, peak, log_sum, bad_values = output
+     vocab_size, compute_dtype, with_entropy, _, backend, chunk_bytes, _) = inputs  # fmt: skip
+    logps, entropies, peak, log_sum, statistics, bad_values = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(peak, log_sum, bad_values)
+    ctx.mark_non_differentiable(peak, log_sum, statistics, bad_values)
     ctx.save_for_backward(
         mask, hidden, weight, bias, action_ids, inverse_temperature, logit_scale, softcap,
         logps, entropies, peak, log_sum,
@@ -157,13 +161,13 @@ def _backward(ctx, grad_logps, grad_entropies, *_):
     mask, *saved = ctx.saved_tensors
     grad_entropies = grad_entropies if ctx.with_entropy else None
     if (grad_logps is None and grad_entropies is None) or not any(needs):
-        return (None,) * 14
+        return (None,) * 15
     grad_logps = of_active_rows(grad_logps, mask)
     grad_entropies = of_active_rows(grad_entropies, mask)
     gradients = linear_logprob_backward_op(
         *saved, grad_logps, grad_entropies, *ctx.knobs, *needs, False
     )
-    return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 11
+    return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 12
 
 
 def _refuse_double_backward(ctx, *_):
@@ -173,11 +177,5 @@ def _refuse_double_backward(ctx, *_):
     )
 
 
-torch.library.register_autograd(
-    "ratio_kl::linear_logprob", _backward, setup_context=_save_for_backward
-)
-torch.library.register_autograd(
-    "ratio_kl::linear_logprob_backward",
-    _refuse_double_backward,
-    setup_context=lambda ctx, inputs, output: None,
-)
+differentiable(linear_scores_op, _backward, _save_for_backward)
+differentiable(linear_logprob_backward_op, _refuse_double_backward)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..config import check_positive_int, check_real_option
 from .backends import check_backend
-from .contract import DEFAULT_CHUNK_BYTES, Gradients, Needs
-from .operators import linear_logprob_backward_op, linear_logprob_op, of_active_rows
+from .contract import DEFAULT_CHUNK_BYTES, Gradients, Needs, Want
+from .operators import linear_logprob_backward_op, linear_scores_op, of_active_rows
 
 
 @dataclass(frozen=True)
@@ -64,21 +64,22 @@ class HeadRows:
 
 
 class RowScores(NamedTuple):
-    """Pass 1 over flat rows: as contract.Scores, but for the last."""
+    """Pass 1 over flat rows: as contract.Scores, but for the last field."""
 
     logps: Tensor
     entropies: Tensor
     max: Tensor
     log_sum: Tensor
+    statistics: Tensor
     bad_values: Tensor
     """int64 [1] or [2]: active rows with an id out of range, and with a bad temperature."""
 
 
-def pass_one(rows: HeadRows, *, with_entropy: bool) -> RowScores:
-    """Log-probabilities and, if asked for, entropies; differentiable where the leaves are."""
+def pass_one(rows: HeadRows, want: Want) -> RowScores:
+    """Log-probabilities and what else is wanted; logps and entropies are differentiable."""
     inputs = _head_inputs(rows)
     return RowScores(
-        *linear_logprob_op(
+        *linear_scores_op(
             rows.hidden,
             rows.weight,
             rows.bias,
@@ -89,7 +90,7 @@ def pass_one(rows: HeadRows, *, with_entropy: bool) -> RowScores:
             inputs.softcap,
             inputs.vocab_size,
             inputs.compute_dtype,
-            with_entropy,
+            *want,
             rows.execution.backend or "",
             rows.execution.chunk_bytes,
             rows.checks or ("eager" if rows.execution.validate == "eager" else "later"),

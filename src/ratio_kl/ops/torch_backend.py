@@ -13,34 +13,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .contract import Gradients, Head, Needs, Saved, Scores
+from .contract import Gradients, Head, Needs, Saved, Scores, Want
 from .tiling import LogitTiles, select, tile_view
 
 # Stands in for -inf where it meets a zero (0 * -inf is NaN); exp of it is exactly 0.
 _VERY_NEGATIVE = -1e4
 
 
-def forward(head: Head, action_ids: Tensor, mask: Tensor | None, *, with_entropy: bool) -> Scores:
+def forward(head: Head, action_ids: Tensor, mask: Tensor | None, *, want: Want) -> Scores:
     """Pass 1 (contract.py). Inactive rows are selected away before anything is computed."""
     rows = None if mask is None or bool(mask.all()) else mask.nonzero().squeeze(1)
     ids = select(action_ids, rows).to(torch.int64)
     bad_ids = ((ids < 0) | (ids >= head.vocab_size)).sum()
-    tiles = LogitTiles(head, rows, buffers=2)
-    sums = _OnlineSums(ids, tiles.dtype, with_entropy)
+    tiles = LogitTiles(head, rows, buffers=2 + want.statistics)
+    sums = _OnlineSums(ids, tiles.dtype, want)
     for columns in tiles.column_blocks():
         weight = tiles.weight(columns)
         for block in tiles.row_blocks():
             sums.absorb(block, columns, tiles.logits(block, columns, weight), tiles.scratch)
     log_sum = sums.total.log()
     logps = torch.clamp((sums.target - sums.peak) - log_sum, max=0)
-    entropies = torch.clamp(log_sum - sums.dot / sums.total, min=0) if with_entropy else sums.dot
+    entropies = torch.clamp(log_sum - sums.dot / sums.total, min=0) if want.entropy else sums.dot
     count = action_ids.shape[0]
     return Scores(
         logps=_scatter(logps, rows, count),
-        entropies=_scatter(entropies, rows, count) if with_entropy else entropies,
+        entropies=_scatter(entropies, rows, count) if want.entropy else entropies,
         max=_scatter(sums.peak, rows, count),
         log_sum=_scatter(log_sum, rows, count),
         bad_ids=bad_ids,
+        statistics=_scatter(sums.statistics(head.vocab_size).T, rows, count).T.contiguous()
+        if want.statistics
+        else sums.peak.new_empty((3, 0)),
     )
 
 
@@ -94,13 +97,17 @@ def _gradient_dtype(leaf: Tensor, tiles: LogitTiles, needs: Needs) -> torch.dtyp
 class _OnlineSums:
     """Max, sum of exponentials and their dot product with the shifted logits, tile after tile."""
 
-    def __init__(self, ids: Tensor, dtype: torch.dtype, with_entropy: bool):
+    def __init__(self, ids: Tensor, dtype: torch.dtype, want: Want):
         count = ids.shape[0]
         self.ids = ids
-        self.with_entropy = with_entropy
+        self.want = want
         self.peak = torch.full((count,), -torch.inf, dtype=dtype, device=ids.device)
         self.total = torch.zeros_like(self.peak)
-        self.dot = torch.zeros_like(self.peak) if with_entropy else self.peak.new_zeros(0)
+        self.dot = torch.zeros_like(self.peak) if want.entropy else self.peak.new_zeros(0)
+        if want.statistics:
+            self.squares = torch.zeros_like(self.peak)
+            self.plain = torch.zeros_like(self.peak)
+            self.best = torch.zeros_like(ids)
         # An id that no tile holds leaves NaN.
         self.target = torch.full_like(self.peak, torch.nan)
 
@@ -109,6 +116,8 @@ class _OnlineSums:
         inside, local = _targets(self.ids[block], columns)
         picked = z.gather(1, local[:, None]).squeeze(1)
         self.target[block] = torch.where(inside, picked, self.target[block])
+        if self.want.statistics:
+            self._take_plain(block, columns, z)
         peak = torch.maximum(self.peak[block], z.amax(1))
         base = torch.where(peak == -torch.inf, 0, peak)
         step = torch.clamp(self.peak[block] - base, min=_VERY_NEGATIVE)
@@ -116,11 +125,26 @@ class _OnlineSums:
         z.sub_(base[:, None]).clamp_(min=_VERY_NEGATIVE)
         weights = torch.exp(z, out=tile_view(scratch, *z.shape))
         total = weights.sum(1)
-        if self.with_entropy:
+        if self.want.statistics:
+            self.squares[block] = decay.square() * self.squares[block] + weights.square().sum(1)
+        if self.want.entropy:
             moved = decay * (self.dot[block] + step * self.total[block])
             self.dot[block] = moved + weights.mul_(z).sum(1)
         self.total[block] = decay * self.total[block] + total
         self.peak[block] = peak
+
+    def _take_plain(self, block: slice, columns: slice, z: Tensor) -> None:
+        """The sum of a tile's logits, and the first column at which they are largest so far."""
+        top, column = z.max(1)
+        better = top > self.peak[block]
+        self.best[block] = torch.where(better, column + columns.start, self.best[block])
+        self.plain[block] += z.sum(1)
+
+    def statistics(self, vocab_size: int) -> Tensor:
+        """[3, n], as contract.Scores."""
+        log_sum_sq = self.squares.log() - 2 * self.total.log()
+        top = (self.best == self.ids) & ~self.total.isnan()
+        return torch.stack([log_sum_sq, self.plain / vocab_size, top.to(log_sum_sq.dtype)])
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .blocks import even_part
-from .contract import Gradients, Head, Needs, Saved, Scores
+from .contract import Gradients, Head, Needs, Saved, Scores, Want
 
 FORWARD_BYTES = 32 * 1024 * 1024
 """Pass 1 takes no more than this for its temporaries, however large chunk_bytes is."""
@@ -34,7 +34,7 @@ def unavailable_reason(device: torch.device, compute_dtype: torch.dtype) -> str 
     return None
 
 
-def forward(head: Head, action_ids: Tensor, mask: Tensor | None, *, with_entropy: bool) -> Scores:
+def forward(head: Head, action_ids: Tensor, mask: Tensor | None, *, want: Want) -> Scores:
     """Pass 1 (contract.py). No host read.
 
     Temporaries: the partials and the active rows of a launch, at most min(chunk_bytes, 32 MiB)
@@ -42,17 +42,19 @@ def forward(head: Head, action_ids: Tensor, mask: Tensor | None, *, with_entropy
     """
     N, device = head.hidden.shape[0], head.hidden.device
     logps, top, log_sum = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(3))
-    entropies = torch.empty(N if with_entropy else 0, dtype=torch.float32, device=device)
+    entropies = torch.empty(N if want.entropy else 0, dtype=torch.float32, device=device)
     bad_ids = torch.empty((), dtype=torch.int64, device=device)
-    scores = Scores(logps, entropies, top, log_sum, bad_ids)
+    # Zeros, which inactive rows keep: nothing else writes them there.
+    statistics = torch.zeros(3, N if want.statistics else 0, device=device)
+    scores = Scores(logps, entropies, top, log_sum, bad_ids, statistics)
     if N == 0:
         return scores._replace(bad_ids=bad_ids.zero_())
     with _on_device(head.hidden):
-        _score_all(head, action_ids, mask, scores)
+        _score_all(head, action_ids, mask, scores, want)
     return scores
 
 
-def _score_all(head: Head, ids: Tensor, mask: Tensor | None, scores: Scores) -> None:
+def _score_all(head: Head, ids: Tensor, mask: Tensor | None, scores: Scores, want: Want) -> None:
     """Score and merge all active rows, as many at a time as the budget allows."""
     from ..kernels.tiles import tile_for
     from .triton_launch import Part, gather_rows, list_active, merge, score
@@ -60,7 +62,7 @@ def _score_all(head: Head, ids: Tensor, mask: Tensor | None, scores: Scores) -> 
     hidden, dtype = head.hidden, head.compute_dtype
     N, H = hidden.shape
     tile = tile_for(hidden.device, dtype, hidden.dtype, head.weight.dtype)
-    quantities = 3 if scores.entropies.numel() > 0 else 2
+    quantities = 2 + want.entropy + 3 * want.statistics
     segments = -(-head.vocab_size // tile.columns)
     row_bytes = 4 * quantities * segments + (H * dtype.itemsize if mask is not None else 0)
     at_once = even_part(N, min(head.chunk_bytes, FORWARD_BYTES) // row_bytes, tile.rows)
@@ -72,7 +74,7 @@ def _score_all(head: Head, ids: Tensor, mask: Tensor | None, scores: Scores) -> 
         if rows is not None and count is not None:
             chosen = gathered[: chosen.shape[0]]
             gather_rows(hidden, rows, count, chosen, start)
-        part = Part(chosen, start, rows, count, partials, tile)
+        part = Part(chosen, start, rows, count, partials, tile, want)
         score(head, part)
         merge(head, part, ids, scores)
 

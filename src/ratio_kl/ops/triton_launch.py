@@ -17,7 +17,7 @@ from ..kernels.rows import (
 )
 from ..kernels.score import score_kernel
 from ..kernels.tiles import Tile, precision, programs, tile_for
-from .contract import Head, Saved, Scores
+from .contract import Head, Saved, Scores, Want
 from .triton_call import call
 
 LISTED_AT_ONCE = 8192
@@ -35,8 +35,9 @@ class Part(NamedTuple):
     active: Tensor | None
     """Numbers of all active rows, and on the device how many there are; None without a mask."""
     partials: Tensor
-    """[n, 2 or 3, column tiles], what score leaves for merge."""
+    """[n, quantities, column tiles], what score leaves for merge."""
     tile: Tile
+    want: Want
 
 
 class Rows(NamedTuple):
@@ -75,7 +76,7 @@ def list_active(
             ids,
             rows,
             count,
-            *scores,
+            *scores[:5],
             N,
             vocab_size,
             0 if mask is None else mask.stride(0),
@@ -141,7 +142,8 @@ def score(head: Head, part: Part) -> None:
             *part.partials.stride()[:2],
         ),
         {
-            "WITH_ENTROPY": part.partials.shape[1] == 3,
+            "WITH_ENTROPY": part.want.entropy,
+            "WITH_STATISTICS": part.want.statistics,
             "EVEN_V": vocab_size % tile.columns == 0,
             "DTYPE": TRITON_DTYPES[head.compute_dtype],
             "OPERAND": operand_dtype(hidden.device, head.compute_dtype),
@@ -177,6 +179,7 @@ def merge(head: Head, part: Part, ids: Tensor, scores: Scores) -> None:
             ids,
             part.partials,
             *scores[:4],
+            scores.statistics if part.want.statistics else None,
             part.start,
             head.vocab_size,
             hidden.shape[1],
@@ -186,9 +189,10 @@ def merge(head: Head, part: Part, ids: Tensor, scores: Scores) -> None:
             0 if temperature is None or temperature.ndim == 0 else temperature.stride(0),
             ids.stride(0),
             *part.partials.stride()[:2],
+            scores.statistics.stride(0),
         ),
         {
-            "WITH_ENTROPY": part.partials.shape[1] == 3,
+            "WITH_ENTROPY": part.want.entropy,
             "DTYPE": TRITON_DTYPES[head.compute_dtype],
             "BLOCK": 32 * WARPS,
         },
