@@ -178,7 +178,7 @@ def fused_head(model: Any) -> FusedHead:
     return FusedHead(model, former)
 
 
-# The compiler may have the model's own forward, but not the exchange of modules around it.
+# A compiler may take the model's own forward, but not the exchange of modules around it.
 @torch.compiler.disable(recursive=False)
 def _headless(
     model: Any, own_forward: Callable[[], Any], from_hidden: FromHidden, tap: "_Tap"
@@ -187,12 +187,18 @@ def _headless(
     head = model.get_output_embeddings()
     with _tapped(model, head, tap):
         output = own_forward()
+    entered, tap.entered = tap.entered, []
+    if len(entered) != 1:
+        raise ValueError(
+            "the model's forward must call its lm_head once, on all positions; it called it "
+            f"{len(entered)} times"
+        )
     modifiers, aux_loss = logit_modifiers(model.config), getattr(output, "aux_loss", None)
 
     def compute(linear: LinearHead) -> Any:
         return from_hidden(linear.hidden, Head(linear.weight, linear.bias, modifiers, aux_loss))
 
-    return call_head(head, tap.take(), compute)
+    return call_head(head, entered[0], compute)
 
 
 def bare_model(model: Any) -> Any:
@@ -218,16 +224,6 @@ class _Tap(nn.Module):
         self.entered.append(hidden)
         # The model goes on to scale or cap what it takes for its logits.
         return hidden.detach()[..., :1]
-
-    def take(self) -> Tensor:
-        """The hidden states of the one call; forgets them."""
-        entered, self.entered = self.entered, []
-        if len(entered) != 1:
-            raise ValueError(
-                "the model's forward must call its lm_head once, on all positions; it called it "
-                f"{len(entered)} times"
-            )
-        return entered[0]
 
 
 @contextmanager
