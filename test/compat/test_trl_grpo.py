@@ -118,11 +118,11 @@ def folder(tmp_path_factory):
     return str(folder)
 
 
-def vary(trainer, changes=()):
+def vary(trainer, changes=(), seed=5):
     """Rollouts whose old log-probs are off by a few tenths, so that ratios are clipped at times,
     and with what tools and a rollout engine would add. The same for each trainer."""
     generate = trainer._generate_and_score_completions
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
 
     def noise(like, scale):
         return scale * torch.randn(like.shape, generator=generator)
@@ -136,7 +136,7 @@ def vary(trainer, changes=()):
         if "tool_mask" in changes:
             batch["tool_mask"] = (noise(ids, 1.0) < 0.8).long()
             mask = batch["completion_mask"] * batch["tool_mask"]
-            batch["num_items_in_batch"] = mask.sum()
+            batch["num_items_in_batch"] = trainer.accelerator.gather(mask.sum()).sum()
         if "ratio" in changes:
             batch["importance_sampling_ratio"] = torch.where(
                 batch["completion_mask"] != 0, noise(ids, 0.3).exp(), 1
