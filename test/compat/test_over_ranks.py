@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the package transformers (extra transformers)")
 
-from compat.tiny import V, assert_near, llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from compat.tiny import V, assert_near, llama
 from ratio_kl import FusedLinearRatioKLLoss
 from ratio_kl.compat.transformers import fused_head
 

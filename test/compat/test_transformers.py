@@ -17,10 +17,10 @@ import torch
 pytest.importorskip("transformers", reason="needs the package transformers (extra transformers)")
 
 import transformers
-from cases.meter import metered
-from compat.tiny import H, SIZES, V, assert_near, llama
 
 import ratio_kl
+from cases.meter import metered
+from compat.tiny import SIZES, H, V, assert_near, llama
 from ratio_kl import FusedLinearRatioKLLoss
 from ratio_kl.compat.transformers import fused_head, logit_modifiers
 
@@ -48,7 +48,8 @@ FAMILIES = {
     "GraniteMoeShared": ({"logits_scaling": 4.0}, {"logit_scale": 0.25}),
     "HyperCLOVAX": ({"logits_scaling": 0.25}, {"logit_scale": 0.25}),
     "FalconH1": ({"lm_head_multiplier": 0.25, "mamba_chunk_size": 8}, {"logit_scale": 0.25}),
-    "MiniCPM3": ({"dim_model_base": 8, "num_key_value_heads": 4, **LATENT}, {}),  # scales what enters the head
+    # Scales what enters the head.
+    "MiniCPM3": ({"dim_model_base": 8, "num_key_value_heads": 4, **LATENT}, {}),
     "Mpt": ({"logit_scale": 0.25, "d_model": 32, "n_heads": 4, "n_layers": 2}, {}),  # not read
     "Qwen3": ({"head_dim": 8}, {}),
     "Qwen3Moe": ({"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}, {}),
@@ -59,7 +60,11 @@ FAMILIES = {
     "ModernBertDecoder": ({}, {}),
     "Mamba": ({}, {}),  # reads the dtype of its head's weight
 }
-NAMES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"), "GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Bert": ("BertConfig", "BertLMHeadModel")}
+NAMES = {
+    "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "GPT2": ("GPT2Config", "GPT2LMHeadModel"),
+    "Bert": ("BertConfig", "BertLMHeadModel"),
+}
 
 
 def build(family):

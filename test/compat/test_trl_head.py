@@ -10,7 +10,6 @@ import torch
 pytest.importorskip("trl", reason="needs the package trl (extra trl)")
 
 import trl.trainer.utils as theirs
-from compat.tiny import V, assert_near, assert_same_run, llama, prompts, reward, run, tokenizer
 from datasets import Dataset
 from transformers import Gemma2Config, Gemma2ForCausalLM, MixtralConfig, MixtralForCausalLM
 from trl import (
@@ -26,6 +25,7 @@ from trl import (
     SFTTrainer,
 )
 
+from compat.tiny import V, assert_near, assert_same_run, llama, prompts, reward, run, tokenizer
 from ratio_kl.compat import trl_head
 from ratio_kl.compat.trl import add_fused_lm_head, use_ratio_kl
 
@@ -171,14 +171,12 @@ def test_an_fp32_head_on_bf16_states_is_not_rounded():
 
 
 def test_signatures_are_trls():
-    ours, reference = (
-        inspect.signature(f) for f in (add_fused_lm_head, theirs.add_fused_lm_head)
-    )
+    ours, reference = (inspect.signature(f) for f in (add_fused_lm_head, theirs.add_fused_lm_head))
     assert list(ours.parameters) == list(reference.parameters)
     for name, parameter in reference.parameters.items():
         assert ours.parameters[name].default == parameter.default
         assert ours.parameters[name].kind == parameter.kind
-    assert {f for f in FIELDS} == set(theirs.FusedCausalLMOutput.__dataclass_fields__)
+    assert set(FIELDS) == set(theirs.FusedCausalLMOutput.__dataclass_fields__)
 
 
 def test_the_forward_keeps_its_signature_and_generation_its_tokens():

@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("trl", reason="needs the package trl (extra trl)")
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from compat.test_trl_grpo import build, vary
-from compat.tiny import assert_same_run, llama, run, tokenizer
 from trl import GRPOTrainer
 
+from compat.test_trl_grpo import build, vary
+from compat.tiny import assert_same_run, llama, run, tokenizer
 from ratio_kl.compat.trl import RatioKLGRPOTrainer, use_ratio_kl
 
 TWO = pytest.mark.parametrize("ranks", [2], indirect=True)

@@ -43,7 +43,6 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor, name: str) -> None:
     )
 
 
-
 def llama(**options: Any) -> LlamaForCausalLM:
     """Random weights of a size at which probabilities are far from uniform."""
     torch.manual_seed(0)
@@ -79,9 +78,7 @@ class Run(NamedTuple):
     parameters: dict[str, torch.Tensor]
 
 
-def run(
-    trainer: Any, prepare: Callable[[Any], None] | None = None, moves: bool = True
-) -> Run:
+def run(trainer: Any, prepare: Callable[[Any], None] | None = None, moves: bool = True) -> Run:
     """Train; `moves` says whether the parameters must have changed."""
     if prepare is not None:
         prepare(trainer)

@@ -121,7 +121,7 @@ FromHidden = Callable[[Tensor, Head], Any]
 class FusedHead:
     """Handle of a model's replaced forward: `remove()`, or the end of a with block, undoes it."""
 
-    def __init__(self, model: nn.Module, replaced: object) -> None:
+    def __init__(self, model: Any, replaced: Callable[..., Any] | None) -> None:
         self._model, self._replaced = model, replaced
         self._installed = model.forward
 
@@ -207,7 +207,7 @@ def bare_model(model: Any) -> Any:
 
 
 def call_former(inner: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward that was there before, on `model`, which may be a deep copy of its first owner."""
+    """The former forward on `model`, which may be a deep copy of the one that it belonged to."""
     if isinstance(inner, MethodType):
         return inner.__func__(model, *args, **kwargs)
     return inner(*args, **kwargs)

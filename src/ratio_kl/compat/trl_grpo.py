@@ -3,7 +3,7 @@
 Reference: trl.GRPOTrainer._compute_loss of TRL 1.16, whose options and metrics these are.
 """
 
-import functools
+import inspect
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def loss_options(trainer: Any) -> dict[str, Any]:
     }
 
 
-class RatioKLGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+class RatioKLGRPOTrainer(GRPOTrainer):
     """TRL's GRPOTrainer, its loss computed by FusedLinearRatioKLLoss inside the model's forward.
 
     Arguments, options and metrics are GRPOTrainer's. It differs where this library does:
@@ -66,7 +66,11 @@ class RatioKLGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     importance_sampling_level="sequence_token" (GSPO-token) works here.
     """
 
-    @functools.wraps(GRPOTrainer.__init__)
+    __signature__ = inspect.signature(GRPOTrainer)
+
+    entropy_coef: float
+    _entropy_window_stats: Tensor | None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         use_ratio_kl(self)
@@ -108,7 +112,8 @@ class RatioKLGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 for name, value in arguments.items()
             }
             with head_precision(hidden, self.args.cast_lm_head_to_fp32) as hidden:
-                return head.loss(self.loss_fn, hidden, ids.to(hidden.device), **moved), head.aux_loss
+                out = head.loss(self.loss_fn, hidden, ids.to(hidden.device), **moved)
+            return out, head.aux_loss
 
         call = _LossForLogps(model, from_hidden)
         # TRL knows how a multimodal model's inputs are put together; here it only calls the model.
@@ -123,9 +128,7 @@ class RatioKLGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         assert call.result is not None
         return call.result
 
-    def _loss_arguments(
-        self, inputs: dict[str, Any], mask: Tensor, steps: int
-    ) -> dict[str, Any]:
+    def _loss_arguments(self, inputs: dict[str, Any], mask: Tensor, steps: int) -> dict[str, Any]:
         """Arguments of the loss but hidden, weight and ids."""
         items = inputs["num_items_in_batch"].clamp(min=1.0)
         if self.model.training:
@@ -204,7 +207,7 @@ class RatioKLGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             means["kl"] = out.kl
         if self.loss_type == "cispo":
             means["cispo_clip_ratio"] = high
-        elif self.loss_type == "vespo":
+        elif out.phi is not None:
             # One value a sequence: that of its first active token.
             means["vespo/phi_seq_mean"] = out.phi.gather(1, mask.int().argmax(1, keepdim=True))
         elif self.loss_type != "sapo":
@@ -217,7 +220,9 @@ class RatioKLGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._metrics[mode]["clip_ratio/high_max"].append(nanmax(highest).item())
         parts = [_sum_and_count(value, mask) for value in means.values()]
         total = self.accelerator.reduce(torch.stack(parts), reduction="sum")
-        for name, mean in zip(means, (total[:, 0] / total[:, 1].clamp(min=1)).tolist(), strict=True):
+        for name, mean in zip(
+            means, (total[:, 0] / total[:, 1].clamp(min=1)).tolist(), strict=True
+        ):
             self._metrics[mode][name].append(mean)
 
 
@@ -238,7 +243,7 @@ _MULTIMODAL = (
 
 
 class _LossForLogps:
-    """Stands for the model where TRL scores completions, and takes the loss from the same forward."""
+    """Stands for the model where TRL scores completions, and keeps the loss of that forward."""
 
     def __init__(self, model: Any, from_hidden: FromHidden) -> None:
         self._model, self._from_hidden = model, from_hidden

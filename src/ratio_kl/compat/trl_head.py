@@ -54,7 +54,7 @@ def use_ratio_kl(trainer: Any) -> None:
     if outputs is None:
         known = ", ".join(kind.__name__ for kind in _OUTPUTS_OF)
         raise TypeError(f"trainer must be one of {known}; got {type(trainer).__name__}")
-    options = {
+    options: dict[str, Any] = {
         "temperature": getattr(trainer, "temperature", 1.0),
         "cast_lm_head_to_fp32": getattr(trainer.args, "cast_lm_head_to_fp32", False),
     }
