@@ -330,6 +330,33 @@ def test_a_head_that_is_more_than_linear_is_refused(head, complaint):
         model(input_ids=ids(), from_hidden=next_logps(ids()))
 
 
+@pytest.mark.parametrize(
+    ("inputs", "complaint"),
+    [({"labels": ids()}, "labels ask for"), ({"return_dict": False}, "a tuple, without names")],
+)
+def test_what_the_models_output_would_have_said_is_not_lost(inputs, complaint):
+    """trl#7009: a loss asked of the model and dropped."""
+    model = llama()
+    fused_head(model)
+    with pytest.raises(ValueError, match=complaint):
+        model(input_ids=ids(), from_hidden=next_logps(ids()), **inputs)
+
+
+def test_hidden_states_that_are_not_shifted_are_refused():
+    """verl#2609: hidden states and ids of different lengths, cut by whoever came first."""
+    model = llama()
+    fused_head(model)
+    with pytest.raises(ValueError, match="action_ids must have shape"):
+        model(input_ids=ids(), from_hidden=lambda hidden, head: head.logprob(hidden, ids()[:, 1:]))
+
+
+def test_a_second_opinion_on_the_models_modifiers_is_refused():
+    model = build("Gemma2")
+    fused_head(model)
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'softcap'"):
+        model(input_ids=ids(), from_hidden=next_logps(ids(), softcap=30.0))
+
+
 def test_a_model_without_a_head_is_refused():
     with pytest.raises(TypeError, match="must have an lm_head; got LlamaModel"):
         fused_head(llama().model)

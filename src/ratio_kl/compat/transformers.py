@@ -95,10 +95,19 @@ class Head:
 
         Row t of `hidden` predicts `action_ids` at t: shift and cut before the call.
         """
-        keywords = {"bias": self.bias, **self.modifiers, **options}
-        return linear_logprob(hidden, self.weight, action_ids, attention_mask, **keywords)
+        return linear_logprob(
+            hidden,
+            self.weight,
+            action_ids,
+            attention_mask,
+            bias=self.bias,
+            **self.modifiers,
+            **options,
+        )
 
-    def loss(self, loss_fn: FusedLinearRatioKLLoss, hidden: Tensor, *args: Any, **keywords: Any):
+    def loss(
+        self, loss_fn: FusedLinearRatioKLLoss, hidden: Tensor, *args: Any, **keywords: Any
+    ) -> LossOutput:
         """`loss_fn` with this head; the other arguments are those of its forward, without weight.
 
         Raises:
@@ -172,6 +181,8 @@ def fused_head(model: Any) -> FusedHead:
         own_forward = functools.partial(call_former, inner, self, *args, **kwargs)
         if from_hidden is None:
             return own_forward()
+        if kwargs.get("labels") is not None:
+            raise ValueError("labels ask for the model's own loss, which from_hidden replaces")
         return _headless(self, own_forward, from_hidden, tap)
 
     model.forward = MethodType(forward, model)
@@ -193,6 +204,8 @@ def _headless(
             "the model's forward must call its lm_head once, on all positions; it called it "
             f"{len(entered)} times"
         )
+    if isinstance(output, tuple):
+        raise ValueError("the model returned a tuple, without names: leave return_dict as it is")
     modifiers, aux_loss = logit_modifiers(model.config), getattr(output, "aux_loss", None)
 
     def compute(linear: LinearHead) -> Any:
@@ -219,6 +232,7 @@ class _Tap(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.entered: list[Tensor] = []
+        self.weight: Tensor
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.entered.append(hidden)
@@ -228,7 +242,7 @@ class _Tap(nn.Module):
 
 @contextmanager
 def _tapped(model: nn.Module, head: nn.Module, tap: _Tap) -> Iterator[None]:
-    """`tap` in the head's place. Some models read the weight's dtype beside calling the head."""
+    """`tap` in the head's place. Some models look at the weight's dtype beside calling the head."""
     owner, name = next(
         (module, name)
         for module in model.modules()
@@ -236,13 +250,10 @@ def _tapped(model: nn.Module, head: nn.Module, tap: _Tap) -> Iterator[None]:
         if child is head
     )
     tap.entered.clear()
-    object.__setattr__(tap, "weight", torch.empty(0, dtype=_dtype(head), device="meta"))
+    first = next(head.parameters())
+    tap.weight = torch.empty(0, dtype=first.dtype, device=first.device)
     setattr(owner, name, tap)
     try:
         yield
     finally:
         setattr(owner, name, head)
-
-
-def _dtype(head: nn.Module) -> torch.dtype:
-    return next(head.parameters()).dtype

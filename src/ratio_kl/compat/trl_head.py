@@ -167,8 +167,8 @@ class _Scoring:
                 return_entropy="entropy" in self.outputs,
                 **options,
             )
-        count = mask.sum().clamp(min=1) if num_items is None else num_items
-        loss = -scores.logps.sum() / count
+        count = torch.as_tensor(mask.sum() if num_items is None else num_items, device=mask.device)
+        loss = -scores.logps.sum() / count.clamp(min=1)
         if head.aux_loss is not None:
             loss = loss + aux_coef * head.aux_loss.to(loss.device)
         return FusedCausalLMOutput(
