@@ -38,9 +38,7 @@ setup(
     ],
     extras_require={
         "test": [
-            "accelerate",
             "build",
-            "datasets",
             "hypothesis",
             "matplotlib",
             "numpy",
@@ -51,7 +49,7 @@ setup(
             "rich",
             "setuptools>=77",
             "transformers>=5.0",
-            "trl>=1.16",
+            'trl>=1.16; python_version >= "3.11"',
             "wheel",
         ],
         "benchmark": ["liger-kernel; platform_system == 'Linux'", "matplotlib", "psutil", "rich"],
