@@ -75,13 +75,18 @@ def test_lora_on_the_backbone(first):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", ["", "head", "adapter", "head and adapter"])
+@pytest.mark.filterwarnings("ignore:.*has no bias. This means that merging:UserWarning")
 def test_lora_on_the_head(dropout, bias):
     """trl#4612, unsloth#9331: an adapter on lm_head that trained nothing."""
     model = llama()
-    model.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, V)) if bias else None
-    config = lora("lm_head", lora_dropout=dropout, lora_bias=bias)
+    if "head" in bias:
+        model.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, V))
+    config = lora("lm_head", lora_dropout=dropout, lora_bias="adapter" in bias)
     wrapped = peft.get_peft_model(model, config).train()
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name and parameter.dim() == 1:
+            torch.nn.init.normal_(parameter)
     assert_same_as_logits(wrapped, "lm_head.lora_A", "lm_head.lora_B")
 
 

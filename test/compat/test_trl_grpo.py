@@ -52,10 +52,17 @@ OPTIONS = {
         "loss_type": "bnpo",
         "gradient_accumulation_steps": 2,
     },
-    "adaptive entropy": {
+    "adaptive entropy, above its target": {
         "use_adaptive_entropy": True,
-        "entropy_target": 2.0,
+        "entropy_target": 0.5,
+        "entropy_coef": 0.05,
         "entropy_coef_delta": 0.01,
+        "entropy_coef_min": 0.02,
+    },
+    "adaptive entropy, below its target": {
+        "use_adaptive_entropy": True,
+        "entropy_target": 4.5,  # more than the vocabulary has
+        "entropy_coef_delta": 0.02,
         "gradient_accumulation_steps": 2,
         "top_entropy_quantile": 0.6,
     },

@@ -26,6 +26,8 @@ from trl import (
 )
 
 from compat.tiny import V, assert_near, assert_same_run, llama, prompts, reward, run, tokenizer
+from ratio_kl import linear_logprob
+from ratio_kl.compat import transformers as front
 from ratio_kl.compat import trl_head
 from ratio_kl.compat.trl import add_fused_lm_head, use_ratio_kl
 
@@ -89,7 +91,8 @@ def scored(model, add, inputs, **options):
     total = out.loss + out.log_probs.square().sum()
     if out.entropy is not None:
         total = total + out.entropy.square().sum()
-    total.backward()
+    with torch.autocast("cpu", enabled=False):
+        total.backward()
     return out, {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -168,6 +171,24 @@ def test_an_fp32_head_on_bf16_states_is_not_rounded():
     plain = scored(model, add_fused_lm_head, inputs)[0].log_probs
     cast = scored(model, add_fused_lm_head, inputs, cast_lm_head_to_fp32=True)[0].log_probs
     assert torch.equal(plain, cast)
+
+
+def test_the_float32_head_is_left_out_of_autocast(monkeypatch):
+    model, inputs = llama().bfloat16(), batch()
+    options = {"cast_lm_head_to_fp32": True, "outputs": ALL}
+    taken = []
+
+    def watched(hidden, *args, **keywords):
+        taken.append((hidden.dtype, torch.is_autocast_enabled("cpu")))
+        return linear_logprob(hidden, *args, **keywords)
+
+    monkeypatch.setattr(front, "linear_logprob", watched)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = scored(model, add_fused_lm_head, inputs, **options)[0]
+        reference = scored(model, theirs.add_fused_lm_head, inputs, **options)[0]
+    assert taken == [(torch.float32, False)]
+    for name in ALL:
+        assert_near(getattr(ours, name), getattr(reference, name), name)
 
 
 def test_signatures_are_trls():
