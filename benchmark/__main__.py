@@ -4,6 +4,7 @@ make benchmark                               every case; small sizes where there
 make benchmark ARGS="--case dense --against trl eager"
 make benchmark ARGS="--memory"               resident memory of the process, on a CPU
 make benchmark ARGS="--quantile"             the entropy quantile over ranks
+make benchmark ARGS="--ranks"                a head and sequences cut over ranks, each collective
 """
 
 import argparse
@@ -27,6 +28,7 @@ APART = {
     "memory": "peak resident memory on the CPU, each figure in a fresh process",
     "kernels": "the Triton kernels alone, on a GPU",
     "quantile": "time and bytes sent of the entropy quantile over ranks",
+    "ranks": "a head that is cut over GPUs, and each collective, over NCCL (gloo on a CPU)",
     "trainer_step": "a training step of TRL's GRPOTrainer through a whole model, with each head",
 }
 """Benchmarks of their own, in modules of these names; other arguments go to them."""

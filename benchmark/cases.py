@@ -35,8 +35,8 @@ class Case:
     """Forward: with the entropy of each token."""
     sweep: str = ""
     """The size that grows: "tokens" or "vocabulary"."""
-    kernels: bool = False
-    """Time on the device alone, launches queued behind other work; the host's time apart."""
+    host: bool = False
+    """Report the host's time of a call on an idle device, too."""
     errors: bool = True
     """Compare with float64 at full size."""
 
@@ -86,7 +86,7 @@ CASES = {
     ),
     "logits": Case("ratio and KL from logits", shapes.LOGITS, ("eager", "compiled"), job="logits"),
     "small": Case(
-        "few tokens, forward only", shapes.SMALL_TOKENS, ("trl",), job="forward", kernels=True
+        "few tokens, forward only", shapes.SMALL_TOKENS, ("trl",), job="forward", host=True
     ),
     "tokens": Case(
         "growth with the number of tokens",

@@ -1,11 +1,16 @@
 """Time, memory and host time of calls.
 
-Time: medians of interleaved rounds, each contender once a round, by events on a GPU and by the
-clock on a CPU. Memory: what torch's allocator held at most above what it held before; on a CPU
-from the allocator's own records, so that the process's other memory does not blur it.
+Time: medians of interleaved rounds, each contender once a round in random order, by events on a
+GPU and by the clock on a CPU. On a GPU a call is queued behind other work, as in training behind
+the model's forward: what the host does before the first kernel starts costs no time there, nor
+here, and the GPU's clock, which falls with its load, is the same for each.
+
+Memory: what torch's allocator held at most above what it held before; on a CPU from the
+allocator's own records, so that the process's other memory does not blur it.
 """
 
 import json
+import random
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,7 +28,10 @@ Step = Callable[[int], object]
 ROUNDS = range(7, 31)
 """Fewest and most rounds."""
 PLUG_SIZE = 8192
-"""Side of the square product that is queued ahead of a call, so that its launches are hidden."""
+"""Side of the square bfloat16 product that each call is queued behind, PLUGS times."""
+PLUGS = 40
+"""About 55 ms on an H200. After 3 of them the first contender of a round, which came after a pause,
+had a clock up to 10 % higher than one that came after another."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +50,22 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def interleaved(
-    steps: dict[str, Step], device: torch.device, seconds: float, *, queued: bool = False
-) -> dict[str, Timing]:
+def interleaved(steps: dict[str, Step], device: torch.device, seconds: float) -> dict[str, Timing]:
     """Times of warmed-up steps, by name.
 
     Args:
         seconds: about how long to measure, within ROUNDS.
-        queued: queue each call behind other work, so that the host's time is left out.
     """
-    clock = _gpu_clock(device, queued) if device.type == "cuda" else _cpu_clock
+    clock = _gpu_clock(device) if device.type == "cuda" else _cpu_clock
     first = {name: clock(step, 0) for name, step in steps.items()}
     fit = int(1e3 * seconds / max(sum(first.values()), 1e-3))
     rounds = min(max(fit, ROUNDS.start), ROUNDS.stop - 1)
     taken: dict[str, list[float]] = {name: [] for name in steps}
+    order, dice = list(steps), random.Random(0)
     for index in range(rounds):
-        for name, step in steps.items():
-            taken[name].append(clock(step, index))
+        dice.shuffle(order)
+        for name in order:
+            taken[name].append(clock(steps[name], index))
     return {name: _timing(times) for name, times in taken.items()}
 
 
@@ -73,14 +80,13 @@ def _cpu_clock(step: Step, index: int) -> float:
     return 1e3 * (perf_counter() - start)
 
 
-def _gpu_clock(device: torch.device, queued: bool) -> Callable[[Step, int], float]:
-    side = PLUG_SIZE if queued else 0
-    plug = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+def _gpu_clock(device: torch.device) -> Callable[[Step, int], float]:
+    plug = torch.randn(PLUG_SIZE, PLUG_SIZE, device=device, dtype=torch.bfloat16)
 
     def clock(step: Step, index: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)
-        if queued:
+        for _ in range(PLUGS):
             torch.mm(plug, plug)
         start.record()
         step(index)

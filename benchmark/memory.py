@@ -34,7 +34,7 @@ class Figure:
     vocabulary: int = 151_936
     width: int = 256
     sequences: int = 32
-    chunk_mib: int = 256
+    chunk_mib: int = 128
     loss: str = "ours"
     half_inactive: bool = False
     weight_frozen: bool = False

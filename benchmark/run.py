@@ -150,13 +150,12 @@ def measure_group(group: Group, names: Sequence[str], plan: Plan) -> list[Row]:
     _release(device)
     steps[MM] = _mm_step(group, plan)
     steps[MM](0)
-    queued = group.case.kernels
-    times = measure.interleaved(steps, device, plan.seconds, queued=queued)
+    times = measure.interleaved(steps, device, plan.seconds)
     for name in (name for name in steps if name != MM):
         time, row = times[name], rows[name]
         row.ms, row.low_ms, row.high_ms, row.rounds = time.median, time.low, time.high, time.rounds
         row.mm = time.median * PRODUCTS / times[MM].median
-        if queued and device.type == "cuda":
+        if group.case.host and device.type == "cuda":
             row.host_us = measure.host_time(steps[name], device)
     return list(rows.values())
 

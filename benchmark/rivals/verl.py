@@ -13,7 +13,7 @@ from . import Outcome, Unsupported, refuse
 
 def load(job: str) -> Callable[[Any], Outcome]:
     refuse(job, "loss", "forward")
-    function = _kernels_alone().linear_cross_entropy
+    function = import_alone("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
 
     def call(problem: Problem) -> Outcome:
         if not problem.hidden.is_cuda:
@@ -32,16 +32,17 @@ def load(job: str) -> Callable[[Any], Outcome]:
     return call
 
 
-def _kernels_alone() -> ModuleType:
-    """The kernel's module without its parent packages, which import ray and a whole trainer."""
+def import_alone(name: str) -> ModuleType:
+    """A module of verl without its parent packages' own code, which imports ray and a trainer."""
     path: list[str] | None = None
-    for name in ("verl", "verl.utils"):
-        if name not in sys.modules:
-            spec = PathFinder.find_spec(name, path)
+    parents = name.split(".")[:-1]
+    for parent in (".".join(parents[: i + 1]) for i in range(len(parents))):
+        if parent not in sys.modules:
+            spec = PathFinder.find_spec(parent, path)
             if spec is None:
-                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-            package = ModuleType(name)
+                raise ModuleNotFoundError(f"No module named {parent!r}", name=parent)
+            package = ModuleType(parent)
             package.__path__ = list(spec.submodule_search_locations or ())
-            sys.modules[name] = package
-        path = list(sys.modules[name].__path__)
-    return import_module("verl.utils.kernel.linear_cross_entropy")
+            sys.modules[parent] = package
+        path = list(sys.modules[parent].__path__)
+    return import_module(name)

@@ -25,7 +25,7 @@ class FusedLinearRatioKLLoss(nn.Module):
         config: the options, or None to give them as keywords; not both.
         backend: "torch", "triton", or None for the fastest that can run here. A named backend
             never falls back.
-        chunk_bytes: budget of a pass's tiles together, in bytes; default 256 MiB. Beside them: with
+        chunk_bytes: budget of a pass's tiles together, in bytes; default 128 MiB. Beside them: with
             half-precision leaves one float32 sum of min(N, V) x H, on a GPU a copy of the active
             rows.
         grads: "backward" runs pass 2 in backward; "forward" runs both passes in forward, so that
@@ -36,13 +36,25 @@ class FusedLinearRatioKLLoss(nn.Module):
             call, `check`). On the CPU both raise at once.
         process_group: ranks that share the entropy quantile and the token count. None: the
             default group where torch.distributed is initialised; "local": no communication, and
-            no factor for gradients that are averaged over ranks afterwards.
+            no factor for gradients that are averaged over ranks afterwards. With tp_group or
+            cp_group it must be named, and holds ranks with other sequences.
+        tp_group: ProcessGroup over which the head is cut by rows (vocabulary-parallel). weight and
+            bias are then this rank's rows in the order of the ranks, as many as there are, or a
+            DTensor with placement Shard(0) on the group's mesh; everything else is the same on
+            every rank, action_ids and vocab_size, which must be given, count the whole head, and
+            only the last rank's rows may end in padding.
+        tp_hidden_grad: "whole" adds the gradient of hidden up over tp_group; "part" leaves each
+            rank its own part, for callers who add them up themselves.
+        cp_group: ProcessGroup over which the tokens of each sequence are cut, contiguous or not
+            (context-parallel). Every rank has the same sequences in the same order and its own
+            tokens of them; the loss is its own part, and losses and gradients add up over the
+            group; metrics are those of the whole.
         **options: the fields of RatioKLConfig.
 
-    None of these but `config`, `options` and `process_group` changes a result beyond rounding.
+    None of these but `config`, `options` and the groups changes a result beyond rounding.
 
     Raises:
-        ValueError: an unknown option, or a value outside its allowed range.
+        ValueError: an unknown option, or a value outside its allowed range; groups that overlap.
         TypeError: a wrong Python type.
     """
 
@@ -55,6 +67,9 @@ class FusedLinearRatioKLLoss(nn.Module):
         grads: Literal["backward", "forward"] = "backward",
         validate: Literal["eager"] | None = None,
         process_group: object = None,
+        tp_group: object = None,
+        tp_hidden_grad: Literal["whole", "part"] = "whole",
+        cp_group: object = None,
         **options: object,
     ) -> None:
         super().__init__()
@@ -63,6 +78,9 @@ class FusedLinearRatioKLLoss(nn.Module):
             execution=Execution(backend=backend, chunk_bytes=chunk_bytes, validate=validate),
             grads=grads,
             process_group=process_group,
+            tp_group=tp_group,
+            tp_hidden_grad=tp_hidden_grad,
+            cp_group=cp_group,
         )
 
     def forward(
@@ -96,7 +114,7 @@ class FusedLinearRatioKLLoss(nn.Module):
 
         Args:
             hidden: [B, T, H]; or [N, H] or [1, N, H] with cu_seqlens.
-            weight: [V, H], lm_head.weight as it is.
+            weight: [V, H], lm_head.weight as it is; with tp_group this rank's rows of it.
             action_ids: [B, T] or [N], int; in [0, vocab_size) on active tokens.
             attention_mask: like action_ids; bool, int or float, non-zero marks active completion
                 tokens.

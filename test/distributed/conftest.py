@@ -1,4 +1,4 @@
-"""Ranks for the tests: real processes over gloo on the CPU, started once for all tests."""
+"""Ranks for the tests: real processes, over gloo on the CPU or NCCL on GPUs, started once."""
 
 import os
 import pickle
@@ -18,8 +18,9 @@ RUN_SECONDS = 55
 class Ranks:
     """The first `size` of a few processes, joined in a default process group."""
 
-    def __init__(self, directory):
+    def __init__(self, directory, most=MOST_RANKS, seconds=RUN_SECONDS, backend="gloo"):
         self.size = 0
+        self._most, self._seconds, self._backend = most, seconds, backend
         self._directory = directory
         self._processes = []
         self._links = []
@@ -33,14 +34,14 @@ class Ranks:
             self.size = size
             self._groups_formed += 1
             store = self._directory / f"store{self._groups_formed}"
-            self._run(RANK_FILE, "form", str(store))
+            self._run(RANK_FILE, "form", str(store), self._backend)
         return self
 
     def run(self, check, *arguments):
         """check(rank, size, *arguments) on every rank at once; the list of what they return.
 
         `check` is a function at the top of its module. An error on any rank, or silence for
-        RUN_SECONDS, ends every process and fails the test; the next one starts new processes.
+        the time limit, ends every process and fails the test; the next one starts new processes.
         """
         return self._run(sys.modules[check.__module__].__file__, check.__name__, *arguments)
 
@@ -60,7 +61,7 @@ class Ranks:
         }
         if sys.platform == "linux":
             environment["GLOO_SOCKET_IFNAME"] = "lo"
-        for rank in range(MOST_RANKS):
+        for rank in range(self._most):
             ours, theirs = Pipe()
             command = [sys.executable, str(RANK_FILE), str(rank), str(theirs.fileno())]
             process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
@@ -72,7 +73,7 @@ class Ranks:
         size = self.size
         for rank, link in enumerate(self._links[:size]):
             link.send_bytes(pickle.dumps((str(file), name, (rank, size, *arguments))))
-        deadline = time.monotonic() + RUN_SECONDS
+        deadline = time.monotonic() + self._seconds
         values = []
         for rank, link in enumerate(self._links[:size]):
             succeeded, value = self._answer(link, deadline)
@@ -84,7 +85,7 @@ class Ranks:
 
     def _answer(self, link, deadline):
         if not link.poll(max(deadline - time.monotonic(), 0)):
-            return False, f"no answer within {RUN_SECONDS} s"
+            return False, f"no answer within {self._seconds} s"
         try:
             return pickle.loads(link.recv_bytes())
         except EOFError:
@@ -102,3 +103,11 @@ def processes(tmp_path_factory):
 def ranks(request, processes):
     """`Ranks` of each size; `@pytest.mark.parametrize("ranks", [2], indirect=True)` picks."""
     return processes.form(request.param)
+
+
+@pytest.fixture(scope="session")
+def gpus(tmp_path_factory):
+    """`Ranks` of two GPUs. Kernels are compiled on the way, hence the longer limit."""
+    started = Ranks(tmp_path_factory.mktemp("gpus"), most=2, seconds=280, backend="nccl")
+    yield started.form(2)
+    started.stop()

@@ -21,16 +21,27 @@ COLLECTIVE_SECONDS = 20
 """No collective may wait longer; an honest one takes milliseconds, on a busy machine a second."""
 
 
-def form(rank, size, store):
+COMPILING_SECONDS = 200
+"""The same on GPUs, where a rank may compile kernels while another waits."""
+
+
+def form(rank, size, store, backend):
     """Make a fresh default group of `size` ranks that meet at the file `store`."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    seconds, on_gpu = COLLECTIVE_SECONDS, {}
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        seconds, on_gpu = COMPILING_SECONDS, {"device_id": torch.device("cuda", rank)}
+        # NCCL's and the compiler's own, which differ from release to release
+        warnings.simplefilter("default")
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+        timeout=timedelta(seconds=seconds),
+        **on_gpu,
     )
 
 

@@ -4,6 +4,7 @@ Only types, shapes, dtypes and devices are looked at, so nothing waits for a dev
 """
 
 import reprlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,14 +67,15 @@ def check_device(name: str, tensor: Tensor, device: torch.device, *, owner: str 
 
 
 def check_head(
-    hidden: object, weight: object, bias: object, *, prefix: str = ""
+    hidden: object, weight: object, bias: object, *, prefix: str = "", tp_group: object = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Check hidden [..., H], weight [V, H] and bias [V] or None against each other."""
+    """Check hidden [..., H], weight [V, H] and bias [V] or None against each other.
+
+    A weight or bias that is a DTensor cut by rows over tp_group comes back as its local rows.
+    """
     h_name, w_name, b_name = (prefix + name for name in ("hidden", "weight", "bias"))
-    hidden = check_floating(h_name, hidden)
-    weight = check_floating(w_name, weight)
-    for name, tensor in ((h_name, hidden), (w_name, weight)):
-        _refuse_dtensor(name, tensor)
+    hidden = _plain(h_name, check_floating(h_name, hidden))
+    weight = _plain(w_name, check_floating(w_name, weight), tp_group)
     if weight.numel() == 0:
         raise ValueError(
             f"{w_name} is empty (shape {list(weight.shape)}), expected [V, H]: a sharded weight "
@@ -96,21 +98,45 @@ def check_head(
     check_device(w_name, weight, hidden.device)
     if bias is None:
         return hidden, weight, None
-    bias = check_floating(b_name, bias)
-    _refuse_dtensor(b_name, bias)
+    bias = _plain(b_name, check_floating(b_name, bias), tp_group)
     check_shape(b_name, bias, ((weight.shape[0],), "[V]"))
     check_device(b_name, bias, hidden.device)
     return hidden, weight, bias
 
 
-def _refuse_dtensor(name: str, tensor: Tensor) -> None:
+def declared_vocab_size(vocab_size: int | None, weight: object) -> int | None:
+    """vocab_size, or where that is None the rows of the whole weight, if it is a DTensor."""
+    if vocab_size is None and isinstance(weight, Tensor) and _is_dtensor(weight):
+        return weight.shape[0]
+    return vocab_size
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
     if not _distributed_is_available():
-        return
+        return False
     from torch.distributed.tensor import DTensor
 
-    if isinstance(tensor, DTensor):
+    return isinstance(tensor, DTensor)
+
+
+def _plain(name: str, tensor: Tensor, tp_group: Any = None) -> Tensor:
+    """The tensor, or the local rows of a DTensor that is cut by rows over tp_group."""
+    if not _is_dtensor(tensor):
+        return tensor
+    from torch.distributed.tensor import DTensor, Shard
+
+    assert isinstance(tensor, DTensor)
+    mesh = tensor.device_mesh
+    if tp_group is None:
         raise ValueError(
             f"{name} is a DTensor with placements {tensor.placements}, expected a plain tensor: "
             "call the loss inside the forward of the module that FSDP gathers, or pass "
             f"{name}.full_tensor(grad_placements=[Partial('avg')])"
         )
+    by_rows = tensor.placements == (Shard(0),) and not name.endswith("hidden")
+    if not by_rows or mesh.get_group().group_name != tp_group.group_name:
+        raise ValueError(
+            f"{name} is a DTensor with placements {tensor.placements} on {mesh}, expected a plain "
+            "tensor or, of weight and bias, one with placements (Shard(0),) on the mesh of tp_group"
+        )
+    return tensor.to_local()

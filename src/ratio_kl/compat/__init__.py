@@ -1,4 +1,4 @@
-"""Fronts for other packages: thin files over ratio_kl's public API, imported by name.
+"""Fronts for other packages: imported by name (docs/migrating.md).
 
 Nothing here patches a class or a module, and importing ratio_kl imports none of it.
 """

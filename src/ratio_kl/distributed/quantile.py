@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .groups import Group, gather_over, min_over, sum_over
+from .groups import Ranks, gather_over, min_over, sum_over
 
 ROUTES = ("gather", "histogram")
 
@@ -38,7 +38,7 @@ def masked_quantile(
     values: Tensor,
     mask: Tensor,
     quantile: float,
-    group: Group | None = None,
+    group: Ranks | None = None,
     route: str | None = None,
 ) -> Tensor:
     """The `quantile`-quantile of values[mask] over all ranks of the group.
@@ -86,7 +86,7 @@ def masked_quantile(
 
 
 def _check(
-    values: Tensor, mask: Tensor, quantile: object, route: str | None, group: Group | None
+    values: Tensor, mask: Tensor, quantile: object, route: str | None, group: Ranks | None
 ) -> None:
     if isinstance(quantile, bool) or not isinstance(quantile, (int, float)):
         raise TypeError(f"quantile must be a number in [0, 1]; got {quantile!r}")
@@ -142,7 +142,7 @@ def _sort_active(values: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gather_active(
-    ordered: Tensor, counts: Tensor, longest: int, group: Group
+    ordered: Tensor, counts: Tensor, longest: int, group: Ranks
 ) -> tuple[Tensor, Tensor]:
     """All ranks' active values in order, and their number; each rank sends `longest` values."""
     longest = max(longest, 1)
@@ -169,7 +169,7 @@ def _read(ordered: Tensor, count: Tensor, quantile: float) -> _Neighbours:
     return _Neighbours(below, above, rank, count, largest.isnan())
 
 
-def _select(ordered: Tensor, count: Tensor, quantile: float, group: Group | None) -> _Neighbours:
+def _select(ordered: Tensor, count: Tensor, quantile: float, group: Ranks | None) -> _Neighbours:
     """The neighbours of the quantile over all ranks, by all-reduced tables of counts."""
     keys = _keys(ordered)
     bits = shift = 8 * keys.dtype.itemsize
@@ -198,7 +198,7 @@ def _select(ordered: Tensor, count: Tensor, quantile: float, group: Group | None
 
 
 def _next_key(
-    keys: Tensor, count: Tensor, key: Tensor, group: Group | None
+    keys: Tensor, count: Tensor, key: Tensor, group: Ranks | None
 ) -> tuple[Tensor, Tensor]:
     """The smallest active key above `key` over all ranks, and whether any active key is NaN."""
     nan_key = torch.iinfo(keys.dtype).max

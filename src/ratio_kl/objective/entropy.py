@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..checks.arguments import check_device, check_floating, check_real, check_shape
 from ..config import check_real_option
-from ..distributed.groups import Group, resolve
+from ..distributed.groups import Group, Ranks, resolve, sum_over
 from ..distributed.quantile import masked_quantile
 
 
@@ -24,7 +24,7 @@ class EntropyMask(NamedTuple):
 
 
 def entropy_mask(
-    entropies: Tensor, mask: Tensor, quantile: float, group: Group | None
+    entropies: Tensor, mask: Tensor, quantile: float, group: Ranks | None
 ) -> EntropyMask:
     """Active tokens with entropy at least the (1 - quantile)-quantile of all ranks' active ones.
 
@@ -66,10 +66,13 @@ def high_entropy_mask(
     return entropy_mask(entropies, mask != 0, share, resolve(group, name="group")).keep
 
 
-def entropy_bonus(entropies: Tensor, keep: EntropyMask) -> Tensor:
-    """Mean entropy, in nats, of the kept tokens; differentiable, 0 where none is kept."""
-    kept = torch.where(keep.keep, entropies, 0).sum() / keep.keep.sum().clamp(min=1)
-    return kept + keep.poison
+def entropy_bonus(entropies: Tensor, keep: EntropyMask, cp_group: Group | None = None) -> Tensor:
+    """Mean entropy, in nats, of the kept tokens; differentiable, 0 where none is kept.
+
+    Over cp_group it is this rank's part of that mean.
+    """
+    count = sum_over(keep.keep.sum(), cp_group)
+    return torch.where(keep.keep, entropies, 0).sum() / count.clamp(min=1) + keep.poison
 
 
 def _nan_or_zero(value: Tensor) -> Tensor:

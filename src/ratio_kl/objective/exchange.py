@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other between the passes: one small sum a call.
+"""What the ranks of a group tell each other between the passes: one small sum a call and group.
 
 The counts of bad values ride along, so that a bad id on one rank raises on every rank and none
 waits for a collective that another will not reach.
@@ -6,6 +6,7 @@ waits for a collective that another will not reach.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,21 @@ from .reduction import SPANS_THE_STEP
 from .sequences import RULES, packing_error
 
 
-def communicates(config: RatioKLConfig, num_items: object, group: Group | None) -> bool:
-    """Whether a call needs the other ranks: for the entropy quantile or for the token count."""
+class CallTokens(NamedTuple):
+    """Active tokens of a call, 0-d int64 each."""
+
+    of_sequences: Tensor
+    """Of this rank's sequences, on whichever ranks they lie."""
+    of_group: Tensor
+    """Of all ranks."""
+
+
+def communicates(
+    config: RatioKLConfig, num_items: object, group: Group | None, cp_group: Group | None
+) -> bool:
+    """Whether a call needs the other ranks: for the entropy quantile or for a token count."""
+    if cp_group is not None:
+        return True
     if group is None:
         return False
     counts_tokens = PRESETS[config.loss_type][1] in SPANS_THE_STEP and num_items is None
@@ -29,8 +43,10 @@ def communicates(config: RatioKLConfig, num_items: object, group: Group | None) 
 
 def exchange(
     tokens: Tokens, bad_values: Sequence[Tensor], vocab_size: int, group: Group | None, checks: str
-) -> Tensor:
-    """Active tokens of all ranks, 0-d int64, once it is known that no rank holds a bad value.
+) -> CallTokens:
+    """Active tokens of all ranks, once it is known that no rank holds a bad value.
+
+    Counted over the ranks that share sequences, then over `group`.
 
     Args:
         bad_values: of each pass on this rank, counts of bad ids and temperatures, int64 [1] or [2].
@@ -48,7 +64,9 @@ def exchange(
         torch.nn.functional.pad(worst, (0, 2 - worst.shape[0])),
         worst.new_zeros(RULES) if packing is None else packing,
     ]
-    return _checked_count(sum_over(torch.cat(parts), group), vocab_size, checks)
+    of_sequences = sum_over(torch.cat(parts), tokens.layout.ranks)
+    count = _checked_count(sum_over(of_sequences, group), vocab_size, checks)
+    return CallTokens(of_sequences[0], count)
 
 
 @torch.library.custom_op("ratio_kl::checked_count", mutates_args=())

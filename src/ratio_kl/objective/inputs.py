@@ -18,6 +18,7 @@ from ..checks.arguments import (
     check_shape,
 )
 from ..checks.values import Checks
+from ..distributed.groups import Group
 from .sequences import Layout, Packed, Padded, packed_mask
 
 
@@ -59,18 +60,19 @@ def read_tokens(
     temperature: object,
     cu_seqlens: object,
     checks: Checks = "later",
+    cp_group: Group | None = None,
 ) -> Tokens:
     """Check a call's per-token and per-sequence arguments and bring them to one layout.
 
     Args are those of FusedLinearRatioKLLoss; `hidden` is checked already, `dtype` is that of the
-    log-probabilities, and `checks` says when the values of cu_seqlens are looked at. All results
-    are constants of the loss.
+    log-probabilities, and `checks` says when the values of cu_seqlens are looked at; cp_group is
+    the ranks over which each sequence is cut. All results are constants of the loss.
 
     Raises:
         TypeError: a required tensor is missing or is no tensor.
         ValueError: a shape, dtype or device does not fit; the message names the argument.
     """
-    layout = _layout(hidden, cu_seqlens)
+    layout = _layout(hidden, cu_seqlens, cp_group)
     read = _Reader(layout, hidden.device, dtype)
     ids = check_integer("action_ids", action_ids)
     flat_ids = read.tokens("action_ids", ids)
@@ -170,14 +172,14 @@ class _Reader:
         return [((sequences,), "[B]"), ((sequences, 1), "[B, 1]")]
 
 
-def _layout(hidden: Tensor, cu_seqlens: object) -> Layout:
+def _layout(hidden: Tensor, cu_seqlens: object, cp_group: Group | None) -> Layout:
     if cu_seqlens is None:
         if hidden.dim() != 3:
             raise ValueError(
                 "hidden must have shape [B, T, H], or [N, H] with cu_seqlens; got "
                 f"{list(hidden.shape)} and cu_seqlens=None"
             )
-        return Padded((hidden.shape[0], hidden.shape[1]))
+        return Padded((hidden.shape[0], hidden.shape[1]), ranks=cp_group)
     offsets = check_integer("cu_seqlens", cu_seqlens)
     check_device("cu_seqlens", offsets, hidden.device)
     if offsets.dim() != 1 or offsets.shape[0] < 1:
@@ -186,7 +188,7 @@ def _layout(hidden: Tensor, cu_seqlens: object) -> Layout:
         raise ValueError(
             f"hidden must have shape [N, H] or [1, N, H] with cu_seqlens; got {list(hidden.shape)}"
         )
-    return Packed((hidden.shape[-2],), offsets.to(torch.int64))
+    return Packed((hidden.shape[-2],), offsets.to(torch.int64), ranks=cp_group)
 
 
 def read_items(value: object, device: torch.device) -> Tensor | float | None:

@@ -6,9 +6,16 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks.arguments import check_device, check_floating, check_head, check_real, check_shape
+from ..checks.arguments import (
+    check_device,
+    check_floating,
+    check_head,
+    check_real,
+    check_shape,
+    declared_vocab_size,
+)
 from ..config import RatioKLConfig, check_positive_int, check_real_option
-from ..distributed.groups import Group, resolve
+from ..distributed.groups import Group, check_crossing, resolve, resolve_cut
 from ..ops.contract import Want
 from ..ops.passes import (
     Execution,
@@ -18,6 +25,7 @@ from ..ops.passes import (
     logits_dtype_of,
     pass_one,
 )
+from ..ops.sharding import check_hidden_grad, sharding_of
 from .exchange import communicates, exchange
 from .inputs import Tokens, read_items, read_tokens
 from .stash import loss_with_stashed_gradients
@@ -49,11 +57,14 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Runtime:
-    """How and where a call is computed; only the process group can change a result."""
+    """How and where a call is computed; only the groups can change a result."""
 
     execution: Execution
     grads: Literal["backward", "forward"]
     process_group: object
+    tp_group: object = None
+    tp_hidden_grad: Literal["whole", "part"] = "whole"
+    cp_group: object = None
 
     def __post_init__(self) -> None:
         if self.grads not in ("backward", "forward"):
@@ -62,13 +73,28 @@ class Runtime:
             raise TypeError(
                 f"process_group must be None, 'local' or a ProcessGroup; got {self.process_group!r}"
             )
+        check_hidden_grad(self.tp_hidden_grad)
+        cuts = {"tp_group": self.tp_group, "cp_group": self.cp_group}
+        for name, group in cuts.items():
+            resolve_cut(group, name=name)
+            if group is not None and self.process_group is None:
+                raise ValueError(
+                    f"process_group must be named with {name}: the ranks that hold other "
+                    "sequences, or 'local'; got None, the default group, in which ranks that "
+                    "share sequences would count as if they held others"
+                )
+        check_crossing(process_group=self.process_group, **cuts)
 
 
 def linear_policy_loss(call: Call, config: RatioKLConfig, runtime: Runtime) -> LossOutput:
     """Loss, metrics and per-token outputs of a call; everything is checked before it is used."""
-    hidden, weight, bias = check_head(call.hidden, call.weight, call.bias)
-    group = resolve(runtime.process_group)
-    together = communicates(config, call.num_items_in_batch, group)
+    sharding = sharding_of(runtime.tp_group, runtime.tp_hidden_grad)
+    vocab_size = declared_vocab_size(config.vocab_size, call.weight)
+    hidden, weight, bias = check_head(
+        call.hidden, call.weight, call.bias, tp_group=runtime.tp_group
+    )
+    group, cp_group = resolve(runtime.process_group), resolve_cut(runtime.cp_group, name="cp_group")
+    together = communicates(config, call.num_items_in_batch, group, cp_group)
     tokens = read_tokens(
         hidden,
         logits_dtype_of(hidden, weight),
@@ -82,6 +108,7 @@ def linear_policy_loss(call: Call, config: RatioKLConfig, runtime: Runtime) -> L
         temperature=call.temperature,
         cu_seqlens=call.cu_seqlens,
         checks="defer" if together else "later",
+        cp_group=cp_group,
     )
     step = _step(call, tokens, config, group)
     rows = HeadRows(
@@ -90,29 +117,31 @@ def linear_policy_loss(call: Call, config: RatioKLConfig, runtime: Runtime) -> L
         bias=bias,
         action_ids=tokens.action_ids.reshape(-1),
         mask=tokens.mask.reshape(-1),
-        modifiers=_modifiers(call, tokens, config),
+        modifiers=replace(_modifiers(call, tokens, config), vocab_size=vocab_size),
         execution=runtime.execution,
         checks="defer" if together else None,
+        sharding=sharding,
     )
-    reference = _score_reference(_reference_rows(call, rows, config))
+    reference = _score_reference(_reference_rows(call, rows, config, runtime.tp_group))
 
     def surrogate(scores: RowScores) -> LossOutput:
         count = None
         if together:
             passes = [scores] if reference is None else [scores, reference]
             bad_values = [done.bad_values for done in passes]
-            vocab_size = config.vocab_size or weight.shape[0]
             checks = runtime.execution.validate or "later"
-            count = exchange(tokens, bad_values, vocab_size, group, checks)
+            count = exchange(tokens, bad_values, vocab_size or weight.shape[0], group, checks)
         return surrogate_loss(
             scores.logps.reshape(tokens.layout.shape),
             scores.entropies.reshape(tokens.layout.shape),
             _with_reference(tokens, reference),
             config,
-            replace(step, group_tokens=count),
+            replace(step, exchanged=count),
         )
 
     trains = any(leaf is not None and leaf.requires_grad for leaf in (hidden, weight, bias))
+    # Ranks that cut a head or sequences go the same way, whether or not each of them trains.
+    trains = trains or sharding is not None or cp_group is not None
     if runtime.grads == "forward" and torch.is_grad_enabled() and trains:
         return loss_with_stashed_gradients(rows, surrogate)
     return surrogate(pass_one(rows, Want(entropy=True)))
@@ -132,7 +161,9 @@ def _with_reference(tokens: Tokens, reference: RowScores | None) -> Tokens:
     return replace(tokens, ref_logps=logps)
 
 
-def _reference_rows(call: Call, rows: HeadRows, config: RatioKLConfig) -> HeadRows | None:
+def _reference_rows(
+    call: Call, rows: HeadRows, config: RatioKLConfig, tp_group: object
+) -> HeadRows | None:
     """The rows to score the reference on, or None where its logps came or are not needed."""
     given = call.ref_logps is not None, call.ref_hidden is not None
     if all(given):
@@ -153,6 +184,7 @@ def _reference_rows(call: Call, rows: HeadRows, config: RatioKLConfig) -> HeadRo
         call.weight if call.ref_weight is None else call.ref_weight,
         call.bias if call.ref_bias is None else call.ref_bias,
         prefix="ref_",
+        tp_group=tp_group,
     )
     outer = tuple(call.hidden.shape[:-1])
     check_shape("ref_hidden", hidden[..., 0], (outer, "hidden.shape[:-1]"))
@@ -188,5 +220,5 @@ def _step(call: Call, tokens: Tokens, config: RatioKLConfig, group: Group | None
         accumulation_steps=call.gradient_accumulation_steps,
         entropy_coef=entropy_coef,
         group=group,
-        group_tokens=None,
+        exchanged=None,
     )

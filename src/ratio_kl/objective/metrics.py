@@ -1,16 +1,19 @@
 """Named metrics of a call: detached 0-d tensors, always the same fields, never a host sync."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..config import RatioKLConfig
 from .inputs import Tokens
 
 
 class Metrics(NamedTuple):
     """Means over this call's active tokens; 0 and never NaN where there are none.
+
+    With cp_group over those of all its ranks, so that these hold the same metrics.
 
     With importance_sampling_level="sequence" the ratio belongs to a sequence: ratio_mean and the
     clip metrics then count each non-empty sequence once.
@@ -47,20 +50,25 @@ class Shown(NamedTuple):
     kept: Tensor
 
 
-def metrics_of(policy_loss: Tensor, shown: Shown, tokens: Tokens, level: str) -> Metrics:
-    """Summarise a call. Every result is detached."""
-    count = tokens.mask.sum()
+def metrics_of(
+    policy_loss: Tensor, shown: Shown, tokens: Tokens, count: Tensor, config: RatioKLConfig
+) -> Metrics:
+    """Summarise a call, `count` being its active tokens. Every result is detached."""
     either = shown.low_clipped | shown.high_clipped
     of_tokens = [shown.kl, shown.entropies, shown.kept]
     of_ratios = [shown.ratio, shown.low_clipped, shown.high_clipped, either]
-    if level == "sequence":
-        means = [*_token_means(of_tokens, tokens.mask), *_sequence_means(of_ratios, tokens)]
-    else:
-        means = [*_token_means(of_tokens + of_ratios, tokens.mask)]
+    by_sequence = config.importance_sampling_level == "sequence"
+    if not by_sequence:
+        of_tokens += of_ratios
+    sums = _stacked(of_tokens, tokens.mask).flatten(1).sum(1)
+    # One sum over the ranks for all of them. New memory: a trainer may scale its loss in place.
+    sums = tokens.layout.over_ranks(torch.cat([policy_loss.detach().reshape(1), sums]))
+    means = [*(sums[1:] / count.clamp(min=1)).unbind()]
+    if by_sequence:
+        means = [*means, *_sequence_means(of_ratios, tokens)]
     kl, entropy, kept, ratio, low, high, clipped = means
     return Metrics(
-        # A copy: a trainer may scale its loss in place.
-        policy_loss=policy_loss.detach().clone(),
+        policy_loss=sums[0],
         kl=kl,
         entropy=entropy,
         ratio_mean=ratio,
@@ -81,17 +89,12 @@ def _stacked(values: list[Tensor], mask: Tensor) -> Tensor:
     return torch.where(mask, torch.stack([v.detach().to(dtype) for v in values]), 0)
 
 
-def _token_means(values: list[Tensor], mask: Tensor) -> Sequence[Tensor]:
-    """Means over the active tokens."""
-    sums = _stacked(values, mask).flatten(1).sum(1)
-    return (sums / mask.sum().clamp(min=1)).unbind()
-
-
 def _sequence_means(values: list[Tensor], tokens: Tokens) -> Iterator[Tensor]:
     """Means over the non-empty sequences of the means over their active tokens."""
     layout = tokens.layout
-    stacked = _stacked(values, tokens.mask)
-    active = layout.sum(tokens.mask.to(stacked.dtype))
+    stacked = _stacked([*values, tokens.mask], tokens.mask)
+    here = torch.stack([layout.sum_here(each) for each in stacked.unbind()])
+    *sums, active = layout.over_ranks(here).unbind()
     sequences = (active > 0).sum().clamp(min=1)
-    for each in stacked.unbind():
-        yield (layout.sum(each) / active.clamp(min=1)).sum() / sequences
+    for each in sums:
+        yield (each / active.clamp(min=1)).sum() / sequences

@@ -96,8 +96,9 @@ class PolicyTerms:
     ratio: Tensor
     logps: Tensor
     advantages: Tensor
-    log_sequence_weight: Tensor
-    """Summed log-ratio of the token's sequence, with the sampling ratio: vespo's log w."""
+    log_sequence_weight: Tensor | None
+    """Summed log-ratio of the token's sequence, with the sampling ratio: vespo's log w. None for
+    policies without phi."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class Policy:
 
 
 def _vespo_phi(terms: PolicyTerms, config: RatioKLConfig) -> Tensor:
+    assert terms.log_sequence_weight is not None
     return vespo_phi(
         terms.log_sequence_weight,
         terms.advantages,

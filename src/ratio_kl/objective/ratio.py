@@ -81,6 +81,8 @@ def linear_ratio_kl(
     validate: Literal["eager"] | None = None,
     backend: Literal["torch", "triton"] | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    tp_group: object = None,
+    tp_hidden_grad: Literal["whole", "part"] = "whole",
 ) -> tuple[Tensor, Tensor]:
     """Importance ratio and KL penalty of each token from hidden states, without logits.
 
@@ -92,11 +94,13 @@ def linear_ratio_kl(
 
     Args:
         hidden, weight, action_ids, attention_mask, bias, temperature, logit_scale, softcap,
-            vocab_size, validate, backend, chunk_bytes: as in linear_logprob.
+            vocab_size, validate, backend, chunk_bytes, tp_group, tp_hidden_grad: as in
+            linear_logprob.
         old_logps: like action_ids, log-probabilities under the behaviour policy.
         ref_logps: like action_ids, log-probabilities under the reference; or instead of them
         ref_hidden: like hidden, [..., H'], scored without gradient with
-        ref_weight, ref_bias: [V', H'] and [V']; left out they are weight and bias, detached.
+        ref_weight, ref_bias: [V', H'] and [V']; left out they are weight and bias, detached. With
+            tp_group this rank's rows, cut as weight is.
         log_ratio_limit: clamp both log-ratios to +-this before exp; None: exp may overflow.
 
     Returns:
@@ -107,10 +111,8 @@ def linear_ratio_kl(
     """
     if log_ratio_limit is not None:
         log_ratio_limit = check_real_option("log_ratio_limit", log_ratio_limit)
-    if (ref_logps is None) == (ref_hidden is None):
-        count = "neither" if ref_logps is None else "both"
-        raise ValueError(f"the reference must come once, as ref_logps or ref_hidden; got {count}")
-    check_head(hidden, weight, bias)
+    _check_once(ref_logps, ref_hidden)
+    check_head(hidden, weight, bias, tp_group=tp_group)
     per_row = {
         "attention_mask": check_real("attention_mask", attention_mask),
         "old_logps": check_floating("old_logps", old_logps),
@@ -129,13 +131,13 @@ def linear_ratio_kl(
         validate=validate,
         backend=backend,
         chunk_bytes=chunk_bytes,
+        tp_group=tp_group,
+        tp_hidden_grad=tp_hidden_grad,
     )
     if ref_hidden is not None:
-        check_device("ref_hidden", check_floating("ref_hidden", ref_hidden), hidden.device)
         ref_weight = weight if ref_weight is None else ref_weight
         ref_bias = bias if ref_bias is None else ref_bias
-        check_head(ref_hidden, ref_weight, ref_bias, prefix="ref_")
-        _check_per_row({"ref_hidden": ref_hidden[..., 0]}, "hidden", hidden)
+        _check_reference(hidden, ref_hidden, ref_weight, ref_bias, tp_group)
         with torch.no_grad():
             ref_logps = score(ref_hidden, ref_weight, bias=ref_bias).logps
     assert ref_logps is not None
@@ -202,6 +204,24 @@ def ratio_kl(
         policy, reference.detach(), ids, mask != 0, old.detach(), backend or ""
     )
     return ratio, kl
+
+
+def _check_once(ref_logps: object, ref_hidden: object) -> None:
+    if (ref_logps is None) == (ref_hidden is None):
+        count = "neither" if ref_logps is None else "both"
+        raise ValueError(f"the reference must come once, as ref_logps or ref_hidden; got {count}")
+
+
+def _check_reference(
+    hidden: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor,
+    ref_bias: Tensor | None,
+    tp_group: object,
+) -> None:
+    check_device("ref_hidden", check_floating("ref_hidden", ref_hidden), hidden.device)
+    check_head(ref_hidden, ref_weight, ref_bias, prefix="ref_", tp_group=tp_group)
+    _check_per_row({"ref_hidden": ref_hidden[..., 0]}, "hidden", hidden)
 
 
 def _check_per_row(tensors: dict[str, Tensor], owner: str, rows: Tensor) -> None:

@@ -17,7 +17,7 @@ class Counts:
     tokens_of_sequence: Tensor
     """Active tokens of each token's sequence, at least 1, one entry a token."""
     tokens: Tensor
-    """0-d: active tokens of this call."""
+    """0-d int64: active tokens of this call."""
     items: Tensor | float
     """Active tokens of the optimizer step, or of this call over all ranks of the group."""
     ranks: int
@@ -34,7 +34,7 @@ def sequence_mean(counts: Counts, config: RatioKLConfig) -> Tensor:
 
 def token_mean(counts: Counts, config: RatioKLConfig) -> Tensor:
     """Mean over this call's own active tokens."""
-    return 1 / counts.tokens.clamp(min=1)
+    return 1 / counts.tokens.clamp(min=1).to(counts.tokens_of_sequence.dtype)
 
 
 def constant_length(counts: Counts, config: RatioKLConfig) -> float:

@@ -1,16 +1,19 @@
 """Padded and packed layouts: per-sequence sums over tokens, and their way back to the tokens.
 
 `sum` and `spread` are each other's transposes, so each one's gradient is the other. Both are
-deterministic: no atomics, no scatter.
+deterministic: no atomics, no scatter. Where the tokens of a sequence lie on several ranks, `sum` is
+over all of them, in forward and in backward.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..checks.values import check_counts
+from ..distributed.groups import Group
+from ..distributed.shared_sum import shared_sum
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,16 @@ class Layout(ABC):
 
     shape: tuple[int, ...]
     """Shape of a per-token tensor."""
+    ranks: Group | None = field(default=None, kw_only=True)
+    """Over which the tokens of each sequence are cut; None: all of them are here."""
+
+    def sum(self, tokens: Tensor) -> Tensor:
+        """Sum over the tokens of each sequence, wherever they lie."""
+        return self.over_ranks(self.sum_here(tokens))
+
+    def over_ranks(self, parts: Tensor) -> Tensor:
+        """Sum over the ranks that hold parts of the sequences; `parts` itself without them."""
+        return shared_sum(parts, self.ranks)
 
     @property
     @abstractmethod
@@ -26,8 +39,8 @@ class Layout(ABC):
         """S, empty sequences included."""
 
     @abstractmethod
-    def sum(self, tokens: Tensor) -> Tensor:
-        """Sum over the tokens of each sequence."""
+    def sum_here(self, tokens: Tensor) -> Tensor:
+        """Sum over this rank's tokens of each sequence."""
 
     @abstractmethod
     def spread(self, sequences: Tensor) -> Tensor:
@@ -46,7 +59,7 @@ class Padded(Layout):
     def num_sequences(self) -> int:
         return self.shape[0]
 
-    def sum(self, tokens: Tensor) -> Tensor:
+    def sum_here(self, tokens: Tensor) -> Tensor:
         return tokens.sum(1, keepdim=True)
 
     def spread(self, sequences: Tensor) -> Tensor:
@@ -67,7 +80,7 @@ class Packed(Layout):
     def num_sequences(self) -> int:
         return self.cu_seqlens.shape[0] - 1
 
-    def sum(self, tokens: Tensor) -> Tensor:
+    def sum_here(self, tokens: Tensor) -> Tensor:
         return segment_sum(tokens, self.cu_seqlens)
 
     def spread(self, sequences: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..distributed.shared_sum import ANCHOR
 from ..ops.contract import Needs, Want
 from ..ops.passes import HeadRows, RowScores, pass_one, pass_two
 from .surrogate import LossOutput
@@ -43,7 +44,7 @@ def loss_with_stashed_gradients(
         half = any(leaf is not None and leaf.dtype == torch.float16 for leaf in leaves)
         hidden, weight, bias = (leaf is not None and leaf.requires_grad for leaf in leaves)
         gradients = pass_two(rows, scores, g, h, Needs(hidden, weight, bias, half))
-    loss = _HandOn.apply(*leaves, output.loss.detach(), *gradients)
+    loss = _HandOn.apply(*leaves, ANCHOR, output.loss.detach(), *gradients)
     return output._replace(loss=loss)
 
 
@@ -51,7 +52,7 @@ class _HandOn(torch.autograd.Function):
     """Value `loss`, and the given gradients times grad_output for hidden, weight and bias."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, loss, d_hidden, d_weight, d_bias):
+    def forward(ctx, hidden, weight, bias, anchor, loss, d_hidden, d_weight, d_bias):
         result = loss.clone()
         ctx.save_for_backward(result, d_hidden, d_weight, d_bias)
         ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in (hidden, weight, bias)]
@@ -66,7 +67,7 @@ class _HandOn(torch.autograd.Function):
             None if gradient is None else (gradient * grad_output).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None, None, None
 
 
 class _Once(torch.autograd.Function):

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from ..config import RatioKLConfig
-from ..distributed.groups import Group, world_size
+from ..distributed.groups import Group, crossed, world_size
+from ..distributed.shared_sum import attached
 from .entropy import EntropyMask, entropy_bonus, entropy_mask
+from .exchange import CallTokens
 from .inputs import Tokens
 from .kl import KL_ESTIMATORS
 from .metrics import Metrics, Shown, metrics_of
@@ -26,7 +28,7 @@ class LossOutput(NamedTuple):
     for float64 inputs), and neutral on inactive tokens."""
 
     loss: Tensor
-    """0-d, differentiable in hidden, weight and bias."""
+    """0-d, differentiable in hidden, weight and bias. With cp_group this rank's part."""
     metrics: Metrics
     logps: Tensor
     """log-probability of each action; 0 on inactive tokens. Reusable as old_logps."""
@@ -53,9 +55,9 @@ class Step:
     accumulation_steps: int
     entropy_coef: float | Tensor
     group: Group | None
-    """Ranks over which the entropy quantile and the normaliser run."""
-    group_tokens: Tensor | None
-    """0-d: active tokens of this call over the group; None where nothing was exchanged."""
+    """Ranks over which the entropy quantile and the normaliser run, and gradients are averaged."""
+    exchanged: CallTokens | None
+    """Active tokens of this call over the ranks; None where nothing was exchanged."""
 
 
 def surrogate_loss(
@@ -63,6 +65,9 @@ def surrogate_loss(
 ) -> LossOutput:
     """The loss of `config` from log-probabilities and entropies in the layout of `tokens`."""
     mask, layout = tokens.mask, tokens.layout
+    if layout.ranks is not None:
+        # The other ranks' sums wait for this one in backward, whether or not it trains.
+        logps = attached(logps)
     active = layout.spread(layout.sum(mask.to(logps.dtype))).clamp(min=1)
     policy_name, reduction_name = PRESETS[config.loss_type]
     policy = POLICIES[policy_name]
@@ -73,9 +78,13 @@ def surrogate_loss(
         ratio=torch.where(mask, bounded_exp(log_weight, config.log_ratio_limit), 1),
         logps=logps,
         advantages=tokens.advantages,
-        log_sequence_weight=_log_sequence_weight(log_ratio, tokens),
+        # A sum over ranks where they share sequences, so only for the policy that uses it.
+        log_sequence_weight=(
+            None if policy.phi is None else _log_sequence_weight(log_ratio, tokens)
+        ),
     )
-    kept = entropy_mask(entropies, mask, config.top_entropy_quantile, step.group)
+    both = crossed(layout.ranks, step.group)
+    kept = entropy_mask(entropies, mask, config.top_entropy_quantile, both)
     term = _masked_term(policy, terms, tokens, config, kept=kept, active=active)
     kl = _kl(terms, tokens, config)
     if config.beta != 0:
@@ -88,7 +97,7 @@ def surrogate_loss(
     policy_loss = (torch.where(mask, term, 0) * weight).sum() + kept.poison
     loss = policy_loss
     if isinstance(step.entropy_coef, Tensor) or step.entropy_coef != 0:
-        bonus = entropy_bonus(entropies, kept) / step.accumulation_steps
+        bonus = entropy_bonus(entropies, kept, layout.ranks) / step.accumulation_steps
         loss = policy_loss - step.entropy_coef * bonus
 
     low, high = _clipped(policy, terms, mask, config)
@@ -97,7 +106,7 @@ def surrogate_loss(
     shape = tokens.caller_shape
     return LossOutput(
         loss=loss,
-        metrics=metrics_of(policy_loss, shown, tokens, config.importance_sampling_level),
+        metrics=metrics_of(policy_loss, shown, tokens, counts.tokens, config),
         logps=logps.detach().reshape(shape),
         entropies=entropies.detach().reshape(shape),
         ratio=terms.ratio.detach().reshape(shape),
@@ -167,7 +176,8 @@ def _kl(terms: PolicyTerms, tokens: Tokens, config: RatioKLConfig) -> Tensor:
 
 def _counts(active: Tensor, tokens: Tokens, step: Step) -> Counts:
     own = tokens.mask.sum()
-    items: Tensor | float = own if step.group_tokens is None else step.group_tokens
+    of_sequences, of_group = (own, own) if step.exchanged is None else step.exchanged
+    items: Tensor | float = of_group
     if step.num_items is not None:
         items = step.num_items
     if isinstance(items, Tensor):
@@ -176,7 +186,7 @@ def _counts(active: Tensor, tokens: Tokens, step: Step) -> Counts:
     return Counts(
         layout=tokens.layout,
         tokens_of_sequence=active,
-        tokens=own.to(active.dtype),
+        tokens=of_sequences,
         items=items,
         ranks=world_size(step.group),
     )

@@ -42,14 +42,22 @@ class Plan(NamedTuple):
         return ((r, c) for c in column_parts for r in row_parts)
 
 
-def plan(rows: Side, columns: Side, item_bytes: int, budget: int, programs: int) -> Plan:
+def plan(
+    rows: Side,
+    columns: Side,
+    item_bytes: int,
+    budget: int,
+    programs: int,
+    *,
+    columns_outermost: bool = False,
+) -> Plan:
     """The largest blocks whose temporaries fit `budget` bytes; at least one step each way.
 
     item_bytes: of one element of a block. programs: how many tiles (step by step) are computed at
     a time. The longer side is outermost, so that the sums that span all blocks are those of the
-    shorter side.
+    shorter side; or the columns, if the rows' sums are kept anyway.
     """
-    rows_outermost = rows.lines > columns.lines
+    rows_outermost = rows.lines > columns.lines and not columns_outermost
     if rows_outermost:
         most_rows, most_columns = _cut(rows, columns, item_bytes, budget, programs)
     else:

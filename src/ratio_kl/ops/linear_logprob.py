@@ -11,9 +11,11 @@ from ..checks.arguments import (
     check_integer,
     check_real,
     check_shape,
+    declared_vocab_size,
 )
 from .contract import DEFAULT_CHUNK_BYTES, Want
 from .passes import Execution, HeadRows, LogitModifiers, pass_one
+from .sharding import sharding_of
 
 
 class LogProbs(NamedTuple):
@@ -50,6 +52,8 @@ def linear_logprob(
     validate: Literal["eager"] | None = None,
     backend: Literal["torch", "triton"] | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    tp_group: object = None,
+    tp_hidden_grad: Literal["whole", "part"] = "whole",
 ) -> LogProbs:
     """Log-probability of each action, and the entropy, under softmax(hidden @ weight.T).
 
@@ -79,6 +83,13 @@ def linear_logprob(
             both raise at once.
         backend: "torch", "triton", or None for the fastest that can run here.
         chunk_bytes: budget of all temporaries of a pass together, in bytes.
+        tp_group: ProcessGroup over which the head is cut by rows (vocabulary-parallel). weight and
+            bias are then this rank's rows in the order of the ranks, as many as there are, or a
+            DTensor with placement Shard(0) on the group's mesh; everything else is the same on
+            every rank, action_ids and vocab_size, which must be given, count the whole head, and
+            only the last rank's rows may end in padding. None, or a group of one rank: whole.
+        tp_hidden_grad: "whole" adds the gradient of hidden up over tp_group; "part" leaves each
+            rank its own part, for callers who add them up themselves.
 
     Returns:
         LogProbs, each field of action_ids' shape, float32 (float64 for float64 inputs; is_top1
@@ -86,10 +97,13 @@ def linear_logprob(
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit; an option or, on the CPU, an id of an
-            active token is out of range; the requested backend cannot run here.
+            active token is out of range; the requested backend cannot run here; the rows of all
+            ranks of tp_group do not make up vocab_size.
         TypeError: an argument has the wrong Python type.
     """
-    hidden, weight, bias = check_head(hidden, weight, bias)
+    sharding = sharding_of(tp_group, tp_hidden_grad)
+    vocab_size = declared_vocab_size(vocab_size, weight)
+    hidden, weight, bias = check_head(hidden, weight, bias, tp_group=tp_group)
     ids = check_integer("action_ids", action_ids)
     shape = hidden.shape[:-1]
     check_shape("action_ids", ids, (tuple(shape), "hidden.shape[:-1]"))
@@ -110,6 +124,7 @@ def linear_logprob(
         mask=mask,
         modifiers=LogitModifiers(temperature, logit_scale, softcap, vocab_size),
         execution=Execution(backend, chunk_bytes, validate),
+        sharding=sharding,
     )
     scores = pass_one(rows, Want(return_entropy, return_statistics))
     entropies = scores.entropies.reshape(shape) if return_entropy else scores.entropies

@@ -15,7 +15,7 @@ from .contract import Head, Needs, Saved, Scores, Want
 from .registration import differentiable, operator
 
 
-def _bad_values(scores: Scores, inverse: Tensor | None, mask: Tensor | None) -> Tensor:
+def bad_value_counts(scores: Scores, inverse: Tensor | None, mask: Tensor | None) -> Tensor:
     """Counts of bad ids and, where the caller gave one a row, of bad temperatures.
 
     A 0-d temperature was a number, checked before it became a tensor.
@@ -61,7 +61,7 @@ def linear_scores_op(
     )
     module = backend_for("backend", backend, hidden.device, compute_dtype)
     scores = module.forward(head, action_ids, mask, want=Want(with_entropy, with_statistics))
-    bad_values = _bad_values(scores, inverse_temperature, mask)
+    bad_values = bad_value_counts(scores, inverse_temperature, mask)
     check_counts(bad_values, partial(bad_values_error, vocab_size), checks)
     return *scores[:4], scores.statistics, bad_values
 
@@ -170,7 +170,8 @@ def _backward(ctx, grad_logps, grad_entropies, *_):
     return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 12
 
 
-def _refuse_double_backward(ctx, *_):
+def refuse_double_backward(ctx, *_):
+    """The backward of a backward."""
     raise RuntimeError(
         "ratio_kl has no double backward: the gradient of hidden, weight and bias cannot be "
         "differentiated again. Use create_graph=False, or full logits for second derivatives"
@@ -178,4 +179,4 @@ def _refuse_double_backward(ctx, *_):
 
 
 differentiable(linear_scores_op, _backward, _save_for_backward)
-differentiable(linear_logprob_backward_op, _refuse_double_backward)
+differentiable(linear_logprob_backward_op, refuse_double_backward)

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from ..config import check_positive_int, check_real_option
+from ..distributed.shared_sum import ANCHOR
 from .backends import check_backend
 from .contract import DEFAULT_CHUNK_BYTES, Gradients, Needs, Want
 from .operators import linear_logprob_backward_op, linear_scores_op, of_active_rows
+from .sharding import Sharding
+from .vocabulary import sharded_logprob_backward_op, sharded_scores_op
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,16 @@ class HeadRows:
     execution: Execution
     checks: Literal["defer"] | None = None
     """"defer" leaves the counts of bad values to the caller; None follows execution.validate."""
+    sharding: Sharding | None = None
+    """weight and bias are this rank's rows of a head; None: they are the head."""
+
+    @property
+    def anchor(self) -> Tensor | None:
+        """What makes backward run on a rank that trains nothing but has a part to add."""
+        leaves = (self.hidden, self.weight, self.bias)
+        trains = any(leaf is not None and leaf.requires_grad for leaf in leaves)
+        adds = self.sharding is not None and self.sharding.whole_hidden_grad
+        return ANCHOR if adds and not trains and torch.is_grad_enabled() else None
 
 
 class RowScores(NamedTuple):
@@ -73,29 +86,30 @@ class RowScores(NamedTuple):
     statistics: Tensor
     bad_values: Tensor
     """int64 [1] or [2]: active rows with an id out of range, and with a bad temperature."""
+    hidden_wanted: Tensor | None = None
+    """Of a sharded head, 0-d bool: hidden requires a gradient on some rank."""
 
 
 def pass_one(rows: HeadRows, want: Want) -> RowScores:
     """Log-probabilities and what else is wanted; logps and entropies are differentiable."""
     inputs = _head_inputs(rows)
-    return RowScores(
-        *linear_scores_op(
-            rows.hidden,
-            rows.weight,
-            rows.bias,
-            rows.action_ids,
-            rows.mask,
-            inputs.inverse_temperature,
-            inputs.logit_scale,
-            inputs.softcap,
-            inputs.vocab_size,
-            inputs.compute_dtype,
-            *want,
-            rows.execution.backend or "",
-            rows.execution.chunk_bytes,
-            rows.checks or ("eager" if rows.execution.validate == "eager" else "later"),
-        )
+    leaves = (rows.hidden, rows.weight, rows.bias)
+    arguments = (
+        rows.action_ids,
+        rows.mask,
+        inputs.inverse_temperature,
+        inputs.logit_scale,
+        inputs.softcap,
+        inputs.vocab_size,
+        inputs.compute_dtype,
+        *want,
+        rows.execution.backend or "",
+        rows.execution.chunk_bytes,
+        rows.checks or ("eager" if rows.execution.validate == "eager" else "later"),
     )
+    if rows.sharding is None:
+        return RowScores(*linear_scores_op(*leaves, *arguments))
+    return RowScores(*sharded_scores_op(*leaves, rows.anchor, *arguments, *_sharding(rows)))
 
 
 def pass_two(
@@ -107,7 +121,7 @@ def pass_two(
 ) -> Gradients:
     """Gradients of hidden, weight and bias, for callers who run pass 2 themselves."""
     inputs = _head_inputs(rows)
-    gradients = linear_logprob_backward_op(
+    saved = (
         rows.hidden,
         rows.weight,
         rows.bias,
@@ -119,16 +133,31 @@ def pass_two(
         scores.entropies,
         scores.max,
         scores.log_sum,
+    )
+    arguments = (
         of_active_rows(grad_logps, rows.mask),
         of_active_rows(grad_entropies, rows.mask),
         inputs.vocab_size,
         inputs.compute_dtype,
         rows.execution.backend or "",
         rows.execution.chunk_bytes,
-        *needs,
     )
+    if scores.hidden_wanted is None:
+        gradients = linear_logprob_backward_op(*saved, *arguments, *needs)
+    else:
+        gradients = sharded_logprob_backward_op(
+            *saved, scores.hidden_wanted, *arguments, *_sharding(rows), *needs
+        )
     wanted = (needs.hidden, needs.weight, needs.bias)
     return Gradients(*(g if want else None for g, want in zip(gradients, wanted, strict=True)))
+
+
+def _sharding(rows: HeadRows) -> tuple[str, int, bool, bool]:
+    """What the operators are told of the ranks, and they of this one: whether hidden trains."""
+    assert rows.sharding is not None
+    group = rows.sharding.group
+    trains = rows.hidden.requires_grad
+    return group.name, group.size, rows.sharding.whole_hidden_grad, trains
 
 
 class _HeadInputs(NamedTuple):
@@ -156,7 +185,7 @@ def _head_inputs(rows: HeadRows) -> _HeadInputs:
         inverse_temperature=None if temperature is None else temperature.reciprocal(),
         logit_scale=scalar("logit_scale", modifiers.logit_scale, neutral=1),
         softcap=scalar("softcap", modifiers.softcap, neutral=None),
-        vocab_size=_vocab_size(modifiers.vocab_size, weight.shape[0]),
+        vocab_size=_vocab_size(modifiers.vocab_size, weight.shape[0], rows.sharding),
         compute_dtype=compute_dtype,
     )
 
@@ -194,11 +223,16 @@ def _scalar(
     return None if number == neutral else torch.ones((), dtype=dtype, device=device) * number
 
 
-def _vocab_size(vocab_size: int | None, rows: int) -> int:
+def _vocab_size(vocab_size: int | None, rows: int, sharding: Sharding | None) -> int:
+    if vocab_size is None and sharding is not None:
+        raise ValueError(
+            "vocab_size must be given with tp_group: the rows of the whole head without padding; "
+            "got None"
+        )
     if vocab_size is None:
         return rows
     check_positive_int("vocab_size", vocab_size)
-    if vocab_size > rows:
+    if vocab_size > rows and sharding is None:
         raise ValueError(
             f"vocab_size must be at most the number of rows of weight, {rows}; got {vocab_size}"
         )

@@ -93,6 +93,10 @@ class LogitTiles:
             return [(r, c) for c in self.column_blocks() for r in self.row_blocks()]
         return [(r, c) for r in self.row_blocks() for c in self.column_blocks()]
 
+    def is_last(self, block: slice, columns: slice) -> bool:
+        """Whether `walk` ends with this tile."""
+        return block.stop == self.count and columns.stop == self.head.vocab_size
+
     def hidden(self, block: slice) -> Tensor:
         """The selected rows of a block: picked here, so that no copy of all of them exists."""
         hidden = self.head.hidden

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .contract import Gradients, Head, Needs, Saved, Scores, Want
+from .contract import Gradients, Head, HiddenDone, Needs, Saved, Scores, Want
 from .tiling import LogitTiles, select, tile_view
 
 # Stands in for -inf where it meets a zero (0 * -inf is NaN); exp of it is exactly 0.
@@ -54,6 +54,7 @@ def backward(
     grad_entropies: Tensor | None,
     *,
     needs: Needs,
+    hidden_done: HiddenDone | None = None,
 ) -> Gradients:
     """Pass 2 (contract.py). Rows whose coefficients are both exactly zero are left out."""
     rows = _rows_with_coefficient(grad_logps, grad_entropies)
@@ -61,10 +62,10 @@ def backward(
     buffers = 3 + (head.softcap is not None)
     tiles = LogitTiles(head, rows, buffers=buffers, sums=True)
     # The gradient that every tile adds to is kept whole in the sums' dtype: the smaller one.
-    hidden_whole = tiles.count <= head.vocab_size
+    hidden_whole = tiles.count <= head.vocab_size or hidden_done is not None
     d_hidden = d_weight = d_bias = None
     if needs.hidden:
-        dtype = _gradient_dtype(head.hidden, tiles, needs)
+        dtype = tiles.dtype if hidden_done else _gradient_dtype(head.hidden, tiles, needs)
         d_hidden = _RunningGradient(head.hidden, dtype, tiles, hidden_whole, rows)
     if needs.weight:
         dtype = _gradient_dtype(head.weight, tiles, needs)
@@ -77,6 +78,8 @@ def backward(
         factor = d_logits.to(tiles.operand_dtype)
         if d_hidden is not None:
             d_hidden.add(block, factor, weight)
+            if hidden_done is not None and tiles.is_last(block, columns):
+                hidden_done(d_hidden.finish())
         if d_weight is not None:
             d_weight.add(columns, factor.T, tiles.hidden(block))
         if d_bias is not None:

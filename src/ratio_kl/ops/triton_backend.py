@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from .blocks import even_part
-from .contract import Gradients, Head, Needs, Saved, Scores, Want
+from .contract import Gradients, Head, HiddenDone, Needs, Saved, Scores, Want
 
-FORWARD_BYTES = 32 * 1024 * 1024
-"""Pass 1 takes no more than this for its temporaries, however large chunk_bytes is."""
+FORWARD_BYTES = 31 * 1024 * 1024
+"""Pass 1 takes no more than this for its temporaries, however large chunk_bytes is; with the few
+numbers a row that it returns, less than 32 MiB."""
 
 
 def unavailable_reason(device: torch.device, compute_dtype: torch.dtype) -> str | None:
@@ -37,7 +38,7 @@ def unavailable_reason(device: torch.device, compute_dtype: torch.dtype) -> str 
 def forward(head: Head, action_ids: Tensor, mask: Tensor | None, *, want: Want) -> Scores:
     """Pass 1 (contract.py). No host read.
 
-    Temporaries: the partials and the active rows of a launch, at most min(chunk_bytes, 32 MiB)
+    Temporaries: the partials and the active rows of a launch, at most min(chunk_bytes, 31 MiB)
     together but at least one row tile, and 4 N bytes of row numbers if there is a mask.
     """
     N, device = head.hidden.shape[0], head.hidden.device
@@ -86,6 +87,7 @@ def backward(
     grad_entropies: Tensor | None,
     *,
     needs: Needs,
+    hidden_done: HiddenDone | None = None,
 ) -> Gradients:
     """Pass 2 (contract.py). One host read; none while a CUDA graph is captured.
 
@@ -96,7 +98,7 @@ def backward(
     saved = saved._replace(action_ids=saved.action_ids.contiguous())
     g, h = (None if grad is None else grad.contiguous() for grad in (grad_logps, grad_entropies))
     with _on_device(head.hidden):
-        return gradients(head, saved, (g, h), needs)
+        return gradients(head, saved, (g, h), needs, hidden_done)
 
 
 def _on_device(tensor: Tensor) -> AbstractContextManager[object]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.tiles import programs, tile_for
 from .blocks import Plan, Side, plan
-from .contract import Gradients, Head, Needs, Saved
+from .contract import Gradients, Head, HiddenDone, Needs, Saved
 from .triton_launch import Rows, dlogits, gather_rows, list_kept, scatter_rows
 
 FP16_TARGET = 2.0**13
@@ -54,7 +54,11 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, alpha: float, accumulate: bool)
 
 
 def gradients(
-    head: Head, saved: Saved, grads: tuple[Tensor | None, Tensor | None], needs: Needs
+    head: Head,
+    saved: Saved,
+    grads: tuple[Tensor | None, Tensor | None],
+    needs: Needs,
+    hidden_done: HiddenDone | None = None,
 ) -> Gradients:
     """Pass 2, as ratio_kl.ops.triton_backend.backward says; grads are contiguous."""
     needs = needs._replace(bias=needs.bias and head.bias is not None)
@@ -64,7 +68,9 @@ def gradients(
     work = _all_rows(head, saved, grads) if capturing else _kept(head, saved, grads)
     if work is None or not any(needs[:3]):
         return _zero_gradients(head, needs)
-    return _sum_blocks(head, work, needs, _block(head, work.hidden.shape[0], needs))
+    # A gradient of hidden that is fp32 anyway is the sum that may span all blocks.
+    blocks = _block(head, work.hidden.shape[0], needs, columns_outermost=hidden_done is not None)
+    return _sum_blocks(head, work, needs, blocks, hidden_done)
 
 
 def _gradient_dtype(leaf: Tensor, needs: Needs) -> torch.dtype:
@@ -137,25 +143,28 @@ def _all_rows(head: Head, saved: Saved, grads: tuple[Tensor | None, Tensor | Non
     return Rows(hidden, saved, _scaled(grads, gain), None, None, 1.0, unscale)
 
 
-def _block(head: Head, n: int, needs: Needs) -> Plan:
+def _block(head: Head, n: int, needs: Needs, *, columns_outermost: bool) -> Plan:
     """The blocks whose temporaries fit chunk_bytes: the larger side is cut by the outer loop."""
     tile = tile_for(head.hidden.device, head.compute_dtype)
     H, size = head.hidden.shape[1], head.compute_dtype.itemsize
     converted = H * size if head.weight.dtype != head.compute_dtype else 0
     rows = Side(n, tile.rows, line_bytes=0, sum_bytes=4 * H * needs.hidden)
     columns = Side(head.vocab_size, tile.columns, converted, sum_bytes=4 * H * needs.weight)
-    return plan(rows, columns, size, head.chunk_bytes, programs(head.hidden.device))
+    at_once = programs(head.hidden.device)
+    return plan(rows, columns, size, head.chunk_bytes, at_once, columns_outermost=columns_outermost)
 
 
-def _sum_blocks(head: Head, work: Rows, needs: Needs, blocks: Plan) -> Gradients:
+def _sum_blocks(
+    head: Head, work: Rows, needs: Needs, blocks: Plan, hidden_done: HiddenDone | None
+) -> Gradients:
     """Walk the blocks and add up what each gives."""
     dtype, (V, H) = head.compute_dtype, head.weight.shape
     n, vocab_size = work.hidden.shape[0], head.vocab_size
     compact = n < head.hidden.shape[0]
     one_column_part, one_row_part = blocks.columns >= vocab_size, blocks.rows >= n
-    d_hidden = d_weight = d_bias = None
+    d_hidden = d_weight = d_bias = whole_d_hidden = None
     if needs.hidden:
-        result_dtype = _gradient_dtype(head.hidden, needs)
+        result_dtype = torch.float32 if hidden_done else _gradient_dtype(head.hidden, needs)
         # What is spread over all rows later may stay fp32 until then.
         kind = torch.float32 if compact and not one_column_part else result_dtype
         d_hidden = _Sum(
@@ -184,6 +193,10 @@ def _sum_blocks(head: Head, work: Rows, needs: Needs, blocks: Plan) -> Gradients
         if d_hidden is not None:
             ends = columns.start == 0, columns.stop == vocab_size
             d_hidden.add(rows, dx, weight, ends, work)
+            if rows.stop == n and columns.stop == vocab_size:
+                whole_d_hidden = _spread(d_hidden.out, work, result_dtype)
+                if hidden_done is not None:
+                    hidden_done(whole_d_hidden)
         if d_weight is not None:
             ends = rows.start == 0, rows.stop == n
             d_weight.add(columns, dx.T, work.hidden[rows], ends, work)
@@ -193,7 +206,7 @@ def _sum_blocks(head: Head, work: Rows, needs: Needs, blocks: Plan) -> Gradients
         d_bias *= work.alpha if work.unscale is None else work.unscale
         d_bias = d_bias.to(_gradient_dtype(head.bias, needs))
     return Gradients(
-        None if d_hidden is None else _spread(d_hidden.out, work, result_dtype),
+        whole_d_hidden,
         None if d_weight is None else d_weight.out,
         d_bias,
     )
