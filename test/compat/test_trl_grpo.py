@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from trl import GRPOConfig, GRPOTrainer
 
 from compat.tiny import SIZES, assert_same_run, llama, prompts, reward, run, tokenizer
+from ratio_kl.compat import trl_grpo
 from ratio_kl.compat.trl import RatioKLGRPOTrainer, use_ratio_kl
 
 FRONTS = {"head": (GRPOTrainer, use_ratio_kl), "whole loss": (RatioKLGRPOTrainer, None)}
@@ -258,6 +259,21 @@ def test_under_autocast_the_head_and_the_whole_loss_agree(folder, tmp_path):
         for cls, front in FRONTS.values()
     )
     assert_same_run(whole, head)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's, about TRL's own head
+def test_under_torch_compile(folder, tmp_path):
+    options = {"torch_compile": True, "torch_compile_backend": "eager", "beta": 0.1}
+    assert_fronts_agree(folder, tmp_path, options)
+
+
+def test_under_zero_3_gradients_are_made_in_forward(folder, tmp_path, monkeypatch):
+    """trl#3368: there the head's weight is not held until backward."""
+    monkeypatch.setattr(trl_grpo, "is_deepspeed_zero3_enabled", lambda: True)
+    options = {"beta": 0.1, "top_entropy_quantile": 0.5}
+    trainer = build(RatioKLGRPOTrainer, folder, tmp_path, **options)
+    assert trainer.loss_fn.runtime.grads == "forward"
+    assert_same_run(run(trainer, vary), run(build(GRPOTrainer, folder, tmp_path, **options), vary))
 
 
 def test_clip_metrics_look_at_the_ratio_before_the_cap(folder, tmp_path):

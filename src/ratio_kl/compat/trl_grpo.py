@@ -14,6 +14,7 @@ from . import require
 
 require("trl", extra="trl")
 
+from transformers.integrations import is_deepspeed_zero3_enabled  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 from trl.trainer.utils import FusedCausalLMOutput, nanmax, nanmin  # noqa: E402
 
@@ -77,7 +78,10 @@ class RatioKLGRPOTrainer(GRPOTrainer):
         # TRL's own collectives run over accelerate's processes, and over none without them.
         self.process_group = None if self.accelerator.num_processes > 1 else "local"
         self.loss_fn = FusedLinearRatioKLLoss(
-            process_group=self.process_group, **loss_options(self)
+            process_group=self.process_group,
+            # ZeRO-3 holds the head's weight during its forward only.
+            grads="forward" if is_deepspeed_zero3_enabled() else "backward",
+            **loss_options(self),
         )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
