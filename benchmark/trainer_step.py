@@ -33,6 +33,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 import ratio_kl
+from ratio_kl.ops.contract import DEFAULT_CHUNK_BYTES
 
 from .measure import interleaved, peak_bytes
 from .results import environment
@@ -256,7 +257,8 @@ def main() -> int:
     packages = {"ratio_kl": ratio_kl.__version__}
     packages |= {each: metadata.version(each) for each in ("trl", "transformers", "accelerate")}
     about = environment(device, command) | {
-        "packages": ", ".join(f"{each} {version}" for each, version in packages.items())
+        "packages": ", ".join(f"{each} {version}" for each, version in packages.items()),
+        "chunk_bytes": f"{DEFAULT_CHUNK_BYTES / MIB:.0f} MiB",
     }
     torch.manual_seed(0)
     with torch.device(device):
