@@ -20,6 +20,8 @@ NOT_RUN = {
     "a script for torchrun; test/distributed/test_page.py starts it on two ranks",
     "changes verl; test/compat/test_verl.py does, and undoes it",
     "needs DeepSpeed",
+    "needs the package transformers; test/compat/test_docs.py runs it",
+    "needs the package trl; test/compat/test_docs.py runs it",
 }
 TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M)
 

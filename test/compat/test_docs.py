@@ -1,8 +1,5 @@
 """The code of README's section on TRL, and of docs/migrating.md, on a tiny model."""
 
-import re
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("trl", reason="needs the package trl (extra trl)")
@@ -11,8 +8,8 @@ from datasets import Dataset
 from trl import GRPOConfig, RLOOConfig, SFTConfig
 
 from compat.tiny import llama, prompts, reward, tokenizer
+from documents import blocks, run
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = {
     "max_steps": 1,
     "per_device_train_batch_size": 4,
@@ -23,14 +20,6 @@ SETTINGS = {
     "disable_tqdm": True,
 }
 ROLLOUTS = {"num_generations": 4, "max_completion_length": 4}
-
-
-def blocks(file, heading):
-    """Python blocks below a heading, up to the next of its level."""
-    text = (ROOT / file).read_text("utf-8")
-    level = heading.split()[0]
-    section = re.search(rf"^{re.escape(heading)}\n(.*?)(?=^{level} |\Z)", text, re.M | re.S)
-    return re.findall(r"^```python\n(.*?)^```", section[1], re.M | re.S)
 
 
 @pytest.fixture
@@ -52,25 +41,25 @@ def test_readme(folder, tmp_path):
         "rloo_args": RLOOConfig(str(tmp_path), **SETTINGS, **ROLLOUTS),
         "sft_args": SFTConfig(str(tmp_path), **SETTINGS),
     }
-    found = blocks("README.md", "## In TRL and transformers")
+    found = blocks("README.md", "python", "## In TRL and transformers")
     assert len(found) == 4
     for block in found:
-        exec(block, scope)
+        run(block, scope)
         assert scope["trainer"].state.global_step == 1
 
 
 def test_migrating_from_trl(folder, tmp_path):
     scope = {}
-    for block in blocks("docs/migrating.md", "## TRL"):
-        exec(block, scope)
+    for block in blocks("docs/migrating.md", "python", "## TRL"):
+        run(block, scope)
     args = GRPOConfig(str(tmp_path), **SETTINGS, **ROLLOUTS)
     for train in ("train", "train_whole_loss"):
         scope[train](folder, reward, args, prompts())
 
 
 def test_migrating_from_transformers():
-    (block,) = blocks("docs/migrating.md", "## transformers")
+    (block,) = blocks("docs/migrating.md", "python", "## transformers")
     scope = {}
-    exec(block, scope)
+    run(block, scope)
     assert scope["scores"].logps.shape == (4, 19)
     assert scope["out"].loss.isfinite()

@@ -30,6 +30,8 @@ from .heads import LinearHead, call_head
 
 require("transformers", extra="transformers")
 
+__all__ = ["FusedHead", "Head", "fused_head", "logit_modifiers"]
+
 # Factor on the logits, by the name under which a config holds it. They multiply, but Granite's.
 _SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
