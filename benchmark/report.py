@@ -69,17 +69,9 @@ def _mebibytes(value: int | None) -> str:
 
 
 def tables(run: Run) -> dict[str, list[Row]]:
-    """Rows by case, in the order of the cases; without those of absent contenders."""
-    rows = [row for row in run.rows if not row.absent]
-    names = [name for name in titles() if any(row.case == name for row in rows)]
-    return {name: [row for row in rows if row.case == name] for name in names}
-
-
-def absent(run: Run) -> str:
-    """Who could not be measured for want of which package, in one line; "" if nobody."""
-    found = {CONTENDERS[row.contender].title: row.status for row in run.rows if row.absent}
-    named = "; ".join(f"{title} ({status})" for title, status in found.items())
-    return f"Not measured: {named}." if named else ""
+    """Rows by case, in the order of the cases."""
+    names = [name for name in titles() if any(row.case == name for row in run.rows)]
+    return {name: [row for row in run.rows if row.case == name] for name in names}
 
 
 def print_run(console: Console, run: Run) -> None:
@@ -102,8 +94,6 @@ def print_run(console: Console, run: Run) -> None:
             table.add_row(*line, style="bold" if row.contender == OURS else None)
             before = row.shape
         console.print(table)
-    if absent(run):
-        console.print(absent(run), highlight=False)
     console.print(LEGEND.format(**run.environment), style="dim")
     for name, value in run.environment.items():
         console.print(f"{name}: {value}", style="dim", markup=False, highlight=False)
@@ -124,7 +114,6 @@ def markdown(run: Run, found: Sequence[Verdict]) -> str:
     lines = ["# Benchmark", ""]
     lines += [f"- {name}: {_code(name, value)}" for name, value in run.environment.items()]
     lines += ["", LEGEND.format(**run.environment), ""]
-    lines += [absent(run), ""] if absent(run) else []
     for name, rows in tables(run).items():
         lines += [f"## {titles()[name]}", "", f"`--case {name}`, {rows[0].dtype}", ""]
         header, body = list(HEADER), [list(cells(row)) for row in rows]

@@ -17,8 +17,6 @@ from .rivals.ours import chunk_bytes
 from .shapes import Shape, parse
 
 OK = "ok"
-ABSENT = " is not installed"
-"""End of the status of a contender whose package, or one that it needs, is missing."""
 
 
 @dataclass
@@ -65,10 +63,6 @@ class Row:
     @property
     def ok(self) -> bool:
         return self.status == OK
-
-    @property
-    def absent(self) -> bool:
-        return self.status.endswith(ABSENT)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from .logits_problem import LogitsProblem, random_logits, true_ratio_kl
 from .oracle import Truth, largest_error, relative_error, truth
 from .policy_loss import policy_loss
 from .problem import Problem, random_like, random_problem
-from .results import ABSENT, Row, Run
+from .results import Row, Run
 from .rivals import CONTENDERS, OURS, Outcome, Unsupported, load
 from .shapes import Shape
 
@@ -96,7 +96,7 @@ def run(plan: Plan, result: Run, console: Console) -> bool:
         result.save(plan.out / "results.json")
         console.print(
             f"{monotonic() - start:5.0f} s  {group.name:15} {group.shape!s:>18} {group.data:8}"
-            + "  ".join(f"{row.contender} {_brief(row)}" for row in rows if not row.absent),
+            + "  ".join(f"{row.contender} {_brief(row)}" for row in rows),
             soft_wrap=True,
             highlight=False,
         )
@@ -175,7 +175,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, Unsupported):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
-        return f"{error.name}{ABSENT}"
+        return f"{error.name} is not installed"
     first = str(error).strip().partition("\n")[0]
     return f"fails: {type(error).__name__}: {first[:160]}"
 

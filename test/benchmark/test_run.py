@@ -1,6 +1,5 @@
 """The whole benchmark on a toy size: rows, reasons, red light, verdicts, files."""
 
-import io
 import json
 
 import pytest
@@ -146,30 +145,7 @@ def test_report_writes_every_file(tmp_path):
     assert "verl linear_cross_entropy: fails: x/y" in text
     assert "python -m benchmark" in text
     assert "**FAIL**" in text
-    assert "Not measured" not in text
     assert len(json.loads((tmp_path / "results.json").read_text())["rows"]) == len(rows)
-
-
-def test_an_absent_rival_is_named_once(tmp_path):
-    pytest.importorskip("matplotlib")
-    from benchmark import report
-
-    absent = "quack is not installed"
-    rows = [
-        row(name, case=case, **figures)
-        for case in ("dense", "inactive", "frozen")
-        for name, figures in (
-            ("ours", {"ms": 1.0, "mm": 4.0, "peak_bytes": 9}),
-            ("quack", {"status": absent}),
-        )
-    ]
-    shown = Console(record=True, width=160, file=io.StringIO())
-    report.write(Run(dict(ENVIRONMENT), rows), tmp_path, shown)
-    for text in ((tmp_path / "results.md").read_text("utf-8"), shown.export_text()):
-        assert text.count(absent) == 1
-        assert f"Not measured: quack linear cross entropy ({absent})." in text
-    saved = Run.load(tmp_path / "results.json")
-    assert [found.absent for found in saved.rows] == [False, True] * 3
 
 
 def test_the_command_line_takes_every_name():
