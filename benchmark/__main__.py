@@ -29,6 +29,7 @@ APART = {
     "kernels": "the Triton kernels alone, on a GPU",
     "quantile": "time and bytes sent of the entropy quantile over ranks",
     "ranks": "a head that is cut over GPUs, and each collective, over NCCL (gloo on a CPU)",
+    "trainer_step": "a training step of TRL's GRPOTrainer through a whole model, with each head",
 }
 """Benchmarks of their own, in modules of these names; other arguments go to them."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -7,7 +7,7 @@ from . import shapes
 from .problem import Problem, half_inactive, half_zero
 
 ALL = ("eager", "compiled", "trl", "liger_ce", "liger_grpo", "verl", "cce", "quack")
-TOKEN_HEADS = ("compiled", "trl", "liger_ce")
+TOKEN_HEADS = ("ours_compiled", "compiled", "trl", "liger_ce")
 FORWARD = ("eager", "compiled", "trl", "liger_ce", "verl", "cce")
 ON_CPU = ("eager", "trl", "liger_ce")
 """Where nothing else is asked for, on a CPU: those that need no minutes of compilation."""

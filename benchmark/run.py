@@ -74,7 +74,8 @@ def run(plan: Plan, result: Run, console: Console) -> bool:
     """Measure everything into `result`, saved after each group; whether every check passed."""
     start, all_right = monotonic(), True
     for group in groups(plan):
-        names = plan.against or group.case.rivals(plan.device.type)
+        chosen = plan.against is not None
+        names = plan.against if chosen else group.case.rivals(plan.device.type)
         names = (OURS, *(name for name in names if name != OURS))
         reason = ""
         if monotonic() - start > plan.budget:

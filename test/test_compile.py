@@ -181,7 +181,9 @@ def test_gradients_in_forward_cannot_be_compiled() -> None:
     loss_fn = torch.compile(
         FusedLinearRatioKLLoss(grads="forward"), backend="eager", fullgraph=True
     )
-    with pytest.raises(RuntimeError, match='grads="forward" is for eager mode'):
+    # torch 2.8 says that something was raised, and not what.
+    message = 'grads="forward" is for eager mode|Observed exception'
+    with pytest.raises(RuntimeError, match=message):
         loss_fn(*given.inputs, **given.options)
 
 

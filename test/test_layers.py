@@ -20,17 +20,19 @@ PACKAGE = Path(ratio_kl.__file__).parent
 # layer -> layers it may import. A layer is a module or package directly below ratio_kl; "" is
 # ratio_kl/__init__.py.
 MAY_IMPORT = {
-    "config": set(),
+    "field_docs": set(),
+    "config": {"field_docs"},
     "checks": set(),
     "distributed": {"distributed"},
     "kernels": {"kernels", "config"},
-    "ops": {"ops", "kernels", "distributed", "checks", "config"},
-    "objective": {"objective", "ops", "distributed", "checks", "config"},
+    "ops": {"ops", "kernels", "distributed", "checks", "config", "field_docs"},
+    "objective": {"objective", "ops", "distributed", "checks", "config", "field_docs"},
     "module": {"objective", "ops", "checks", "config"},
-    "compat": {"compat", "module", "objective", "ops", "distributed", "checks", "config"},
+    "compat": {"compat", "module", "objective", "ops", "distributed", "checks", "config", ""},
     "reference": {"config"},
     "": {"module", "objective", "ops", "config"},
 }
+PUBLIC_NAMES_ONLY = ("compat.transformers", "compat.heads", "compat.trl")  # as these start
 OBJECTIVE_OVER_OPS = {"objective.loss", "objective.ratio", "objective.stash"}
 BACKENDS = ("torch", "triton")  # ops/torch_*.py and ops/triton_*.py
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
@@ -106,6 +108,8 @@ def fault(name: str, found: Import) -> str | None:
     target = ours.split(".")[0]
     if target not in MAY_IMPORT[layer]:
         return f"{layer or 'ratio_kl/__init__'} may not import {found.target}"
+    if name.startswith(PUBLIC_NAMES_ONLY) and target not in ("compat", ""):
+        return f"{name} may import ratio_kl's public names only; it imports {found.target}"
     if layer == "objective" and target == "ops" and name not in OBJECTIVE_OVER_OPS:
         return f"only loss, ratio and stash may import ops; it imports {found.target}"
     mine, its = backend_of(name), backend_of(ours)
@@ -244,7 +248,8 @@ SOUND = {
     "ops/operators.py": "def pick():\n    from .triton_backend import run\n",
     "kernels/score.py": "import triton.language as tl\n",
     "distributed/__init__.py": "import torch.distributed as dist\n",
-    "compat/trl.py": "import trl\nfrom ratio_kl.module import Loss\n",
+    "compat/trl.py": "import trl\nfrom .. import Loss\nfrom . import heads\n",
+    "compat/heads.py": "import torch\nfrom ratio_kl import Loss\n",
     "reference.py": "import torch\nfrom ratio_kl.config import C\n",
 }
 BROKEN_IMPORTS = [
@@ -271,6 +276,8 @@ BROKEN_IMPORTS = [
     ("module.py", "from .reference import loss\n", "module may not import ratio_kl.reference"),
     ("reference.py", "from .objective import kl\n", "reference may not import"),
     ("compat/trl.py", "from ratio_kl.reference import loss\n", "compat may not import"),
+    ("compat/trl.py", "from ..ops.linear_logprob import f\n", "public names only"),
+    ("compat/trl.py", "from ..module import Loss\n", "public names only"),
     ("ops/utils.py", "", "a name that says nothing"),
     ("extras/__init__.py", "", "no layer of this name"),
 ]

@@ -50,6 +50,9 @@ class Contender:
 OURS = "ours"
 CONTENDERS = {
     OURS: Contender("ratio_kl", None),
+    "ours_compiled": Contender(
+        "ratio_kl, torch.compile", None, exact=False, note="no rival: the same, compiled"
+    ),
     "eager": Contender("full logits, eager", None, note="stores all logits"),
     "compiled": Contender("full logits, torch.compile", None, note="stores all logits"),
     "trl": Contender("TRL ChunkedLogProbFunction", "trl", note="logits in the inputs' dtype"),

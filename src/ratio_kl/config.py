@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+from .field_docs import with_field_docs
+
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
 IMPORTANCE_SAMPLING_LEVELS = ("token", "sequence", "sequence_token")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True)
 class RatioKLConfig:
     """Options of the policy loss. Immutable, picklable, comparable, hashable.

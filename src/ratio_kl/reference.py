@@ -20,6 +20,8 @@ from torch import Tensor
 
 from ratio_kl.config import RatioKLConfig
 
+__all__ = ["ReferenceOutput", "reference_logprob", "reference_loss"]
+
 
 class ReferenceOutput(NamedTuple):
     """The loss, detached 0-d metrics, and detached per-token tensors shaped as action_ids."""

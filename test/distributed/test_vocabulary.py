@@ -4,6 +4,7 @@ Everything is float64 unless it says otherwise. A cut is the rows of each rank; 
 vocabulary are padding, which holds NaN.
 """
 
+import copy
 from itertools import accumulate, pairwise
 
 import pytest
@@ -448,6 +449,18 @@ def test_groups_are_checked_at_construction(ranks):
             strict=True,
         ):
             assert message.startswith(start)
+
+
+def copies_on_ranks(rank, size):
+    loss_fn = cut_loss(RatioKLConfig(vocab_size=V), size)
+    copied = copy.deepcopy(torch.nn.ModuleList([loss_fn]))[0]
+    return copied is not loss_fn, copied.runtime.tp_group is loss_fn.runtime.tp_group
+
+
+@TWO
+def test_a_copied_model_belongs_to_the_same_groups(ranks):
+    """torch's process groups themselves cannot be copied."""
+    assert ranks.run(copies_on_ranks) == 2 * [(True, True)]
 
 
 # Ranks that train different things

@@ -16,6 +16,8 @@ from ..checks.arguments import check_floating, check_integer
 from ..ops.contract import DEFAULT_CHUNK_BYTES
 from ..ops.linear_logprob import linear_logprob
 
+__all__ = ["linear_cross_entropy"]
+
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda logps: logps,
     "sum": torch.sum,

@@ -85,6 +85,10 @@ class Runtime:
                 )
         check_crossing(process_group=self.process_group, **cuts)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "Runtime":
+        """Itself, for it never changes: a copied model belongs to the same groups."""
+        return self
+
 
 def linear_policy_loss(call: Call, config: RatioKLConfig, runtime: Runtime) -> LossOutput:
     """Loss, metrics and per-token outputs of a call; everything is checked before it is used."""

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from ..config import RatioKLConfig
+from ..field_docs import with_field_docs
 from .inputs import Tokens
 
 
+@with_field_docs
 class Metrics(NamedTuple):
     """Means over this call's active tokens; 0 and never NaN where there are none.
 

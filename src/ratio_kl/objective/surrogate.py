@@ -13,6 +13,7 @@ from torch import Tensor
 from ..config import RatioKLConfig
 from ..distributed.groups import Group, crossed, world_size
 from ..distributed.shared_sum import attached
+from ..field_docs import with_field_docs
 from .entropy import EntropyMask, entropy_bonus, entropy_mask
 from .exchange import CallTokens
 from .inputs import Tokens
@@ -23,6 +24,7 @@ from .ratio import LEVELS, bounded_exp, masked_difference
 from .reduction import REDUCTIONS, SPANS_THE_STEP, Counts
 
 
+@with_field_docs
 class LossOutput(NamedTuple):
     """Result of a call. Per-token tensors are detached, of action_ids' shape, float32 (float64
     for float64 inputs), and neutral on inactive tokens."""

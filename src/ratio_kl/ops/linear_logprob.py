@@ -13,11 +13,13 @@ from ..checks.arguments import (
     check_shape,
     declared_vocab_size,
 )
+from ..field_docs import with_field_docs
 from .contract import DEFAULT_CHUNK_BYTES, Want
 from .passes import Execution, HeadRows, LogitModifiers, pass_one
 from .sharding import sharding_of
 
 
+@with_field_docs
 class LogProbs(NamedTuple):
     """What pass 1 says of each token; float32, or float64 for float64 inputs."""
 

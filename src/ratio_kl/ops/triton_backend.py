@@ -45,8 +45,10 @@ def forward(head: Head, action_ids: Tensor, mask: Tensor | None, *, want: Want) 
     logps, top, log_sum = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(3))
     entropies = torch.empty(N if want.entropy else 0, dtype=torch.float32, device=device)
     bad_ids = torch.empty((), dtype=torch.int64, device=device)
-    # Zeros, which inactive rows keep: nothing else writes them there.
-    statistics = torch.zeros(3, N if want.statistics else 0, device=device)
+    statistics = torch.empty(3, N if want.statistics else 0, dtype=torch.float32, device=device)
+    if want.statistics:
+        # Inactive rows keep it: nothing else writes there.
+        statistics.zero_()
     scores = Scores(logps, entropies, top, log_sum, bad_ids, statistics)
     if N == 0:
         return scores._replace(bad_ids=bad_ids.zero_())
