@@ -372,7 +372,6 @@ MUTANTS = [
     *_of(
         "objective/inputs.py",
         ("attention_mask) != 0", "attention_mask) > 0"),
-        ("torch.where(mask, tensor.detach().to(self.dtype), 0)", "tensor.detach().to(self.dtype)"),
         (
             "torch.where(mask, tensor.detach().to(self.dtype), 0)",
             "torch.where(mask, tensor.to(self.dtype), 0)",
@@ -383,7 +382,6 @@ MUTANTS = [
             '"sampling_ratio", sampling_ratio, mask, neutral=1',
             '"sampling_ratio", sampling_ratio, mask, neutral=0',
         ),
-        ('"advantages", advantages, mask, neutral=0', '"advantages", advantages, mask, neutral=1'),
         ("self.layout.num_sequences != self.layout.shape[0]", "True"),
         ("hidden.dim() == 3 and hidden.shape[0] != 1", "False"),
         ("if not float(value) >= 0:", "if float(value) < 0:"),
@@ -449,6 +447,7 @@ TESTS = {
         "objective/test_inputs.py",
         "objective/test_metrics.py",
         "cases/test_nonfinite.py",
+        "cases/test_hidden_faults.py",
         "cases/test_paths_agree.py",
         "test_module.py",
         "objective/test_loss.py",

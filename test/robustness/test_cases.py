@@ -7,19 +7,20 @@ from pathlib import Path
 from mutants import MUTANTS
 
 ROOT = Path(__file__).parents[2]
-ROW = re.compile(r"^\| (A\d\d) \| .*\(\S+#\d+\) \| .+ \| `(\S+)::(\w+)` \|$", re.MULTILINE)
+ROW = re.compile(r"^\| (A\d\d) \| .*\(\S+#\d+\) \| .+ \| (`\S+`(?:, `\S+`)*) \|$", re.MULTILINE)
 
 
 def test_each_case_has_a_test() -> None:
     page = (ROOT / "docs" / "robustness.md").read_text(encoding="utf-8")
     rows = ROW.findall(page)
-    assert [case for case, _, _ in rows] == [f"A{number:02}" for number in range(1, 49)]
+    assert [case for case, _ in rows] == [f"A{number:02}" for number in range(1, 49)]
     missing = []
-    for case, file, name in rows:
-        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        if name not in found:
-            missing.append(f"{case}: {file}::{name}")
+    for case, tests in rows:
+        for file, name in re.findall(r"`(\S+?)::(\w+)`", tests):
+            tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+            found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+            if name not in found:
+                missing.append(f"{case}: {file}::{name}")
     assert not missing
 
 
