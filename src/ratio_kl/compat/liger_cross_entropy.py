@@ -50,6 +50,10 @@ class LigerFusedLinearScaledCrossEntropyFunction:
 
         Reference: Liger-Kernel 0.8.5, liger_kernel/ops/fused_linear_scaled_cross_entropy.py.
         """
+        if isinstance(temperature, Tensor):
+            raise TypeError(
+                f"temperature must be a number; got a tensor of shape {list(temperature.shape)}"
+            )
         active = check_integer("target", target) != ignore_index
         scores = linear_logprob(
             _input,
