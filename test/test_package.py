@@ -118,4 +118,13 @@ def test_runtime_needs_torch_and_triton_only_and_installs_off_linux(distribution
         'triton>=3.4;platform_system=="Linux"',
     ]
     extras = set(metadata.get_all("Provides-Extra"))
-    assert extras == {"test", "benchmark", "liger", "verl", "trl", "demo", "dev"}
+    assert extras == {
+        "test",
+        "benchmark",
+        "liger",
+        "verl",
+        "trl",
+        "transformers",
+        "demo",
+        "dev",
+    }
