@@ -59,7 +59,7 @@ def drawn(seed, loss_type, level):
         {"ref_input": batch.ref_hidden, "ref_weight": batch.ref_weight},
     ]
     if call["bias"] is not None:
-        references[2]["ref_bias"] = batch.ref_bias
+        references[2]["ref_bias"] = pick([None, batch.ref_bias])
     call |= pick(references if options["use_ref_model"] else [{}, *references])
     return options, batch, call
 

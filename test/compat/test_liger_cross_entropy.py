@@ -127,6 +127,13 @@ def test_what_it_refuses(changes, complaint):
         Ours.apply(**(dict(zip(names, head(), strict=True)) | changes))
 
 
+def test_a_temperature_a_token_is_refused():
+    """Beside chosen ids it would have divided the wrong axis; Liger takes a number only, too."""
+    for front in (Ours, their_class()):
+        with pytest.raises(TypeError, match="temperature must be a"):
+            front.apply(*head(), torch.rand(20) + 0.5, IGNORED, 1, False, torch.arange(20))
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, under Triton's interpreter
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -210,6 +210,41 @@ def test_a_loss_that_misses_the_models_scale_is_refused():
         )
 
 
+class MupLlama(transformers.LlamaForCausalLM):
+    """Divides by a factor whose name nobody knows, as Phi-3-small's remote code does."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits / self.config.mup_width_multiplier
+        return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_factor_that_the_config_does_not_tell_is_refused(dtype):
+    """trl#6629: logits scaled by the model and not by the loss. The way out is to say it."""
+    config = transformers.LlamaConfig(**SIZES, initializer_range=0.2, mup_width_multiplier=8.0)
+    torch.manual_seed(0)
+    model, input_ids = MupLlama(config), ids()
+    expected = own_logps(model, input_ids)
+    fused_head(model)
+    model.to(dtype)
+    with pytest.raises(ValueError, match="final_logit_softcapping .* to what it does"):
+        model(input_ids=input_ids, from_hidden=next_logps(input_ids))
+    model.config.logit_scale = 1 / 8
+    got = model(input_ids=input_ids, from_hidden=next_logps(input_ids))
+    if dtype == torch.float32:
+        assert_near(got, expected, "log-probabilities")
+
+
+def test_a_softcap_that_only_the_config_has_is_refused():
+    """Gemma 3's multimodal model caps nothing, whatever its text config says."""
+    model = llama()
+    model.config.final_logit_softcapping = 30.0
+    fused_head(model)
+    with pytest.raises(ValueError, match="'softcap': 30.0.*does something else"):
+        model(input_ids=ids(), from_hidden=next_logps(ids()))
+
+
 def test_the_load_balancing_loss_is_handed_over():
     """trl#7009: a mixture of experts whose auxiliary loss was dropped."""
     model, input_ids = build("Qwen3Moe"), ids()
@@ -258,6 +293,36 @@ def test_a_deep_copy_runs_itself():
         model.lm_head.weight.zero_()
         model.model.embed_tokens.weight.zero_()
     assert_same_as_logits(other)
+
+
+def test_a_deep_copy_with_accelerates_hook_runs_itself():
+    """Its forward is a partial of the model, and no method that could be bound anew."""
+    model, input_ids = llama(), ids()
+    hooks = pytest.importorskip("accelerate.hooks", reason="needs accelerate (extra trl)")
+    hooks.add_hook_to_module(model, hooks.AlignDevicesHook(io_same_device=True))
+    expected = own_logps(model, input_ids)
+    fused_head(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert_near(own_logps(other, input_ids), expected, "logits of the copy")
+    assert_same_as_logits(other)
+
+
+def test_the_function_may_call_the_model():
+    """For a reference's logits, or for another score of the same head."""
+    model, input_ids = llama(), ids()
+    expected = own_logps(model, input_ids)
+    fused_head(model)
+
+    def both(hidden, head):
+        with torch.no_grad():
+            plain = own_logps(model, input_ids)
+            again = model(input_ids=input_ids, from_hidden=next_logps(input_ids))
+        return next_logps(input_ids)(hidden, head), plain, again
+
+    for got in model(input_ids=input_ids, from_hidden=both):
+        assert_near(got, expected, "log-probabilities")
 
 
 def test_the_model_is_whole_after_an_error():
@@ -314,11 +379,19 @@ class Doubled(torch.nn.Linear):
         return 2 * super().forward(hidden)
 
 
+def doubled_here():
+    head = torch.nn.Linear(H, V)
+    own = head.forward
+    head.forward = lambda hidden: 2 * own(hidden)
+    return head
+
+
 @pytest.mark.parametrize(
     ("head", "complaint"),
     [
         (lambda: Doubled(H, V), "Doubled, whose own forward would be left out"),
         (lambda: torch.nn.Sequential(torch.nn.Linear(H, V)), "must be a torch.nn.Linear"),
+        (doubled_here, "has been replaced by doubled_here.<locals>.<lambda>"),
         (lambda: torch.nn.Linear(H, V, device="meta"), "on the meta device"),
     ],
 )

@@ -68,6 +68,17 @@ def test_flat_logps_and_entropies_of_any_shape(shape, reduction):
         assert_close(mine, true, FLOAT64_TOLERANCE, "gradient")
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2, 5), (10,)], ids=str)
+def test_a_tensor_temperature_of_any_shape(shape):
+    """[N] and [B, T] for one entry a token; one entry in whatever shape a caller holds it."""
+    hidden, weight, labels = head(2, 5, dtype=torch.float64)
+    temperature = torch.rand(shape, dtype=torch.float64) + 0.5
+    got = linear_cross_entropy(hidden, weight, labels, temperature)
+    rows = temperature.flatten().expand(10)[:, None]
+    for mine, true in zip(got, formula(hidden, weight, labels, rows), strict=True):
+        assert_close(mine, true, FLOAT64_TOLERANCE, "output")
+
+
 def test_it_agrees_with_verls_head_in_torch():
     """`FusedLinearForPPO`, verl's other implementation of the same call, runs on the CPU."""
     function = verl("verl.utils.experimental.torch_functional").FusedLinearForPPO()

@@ -26,25 +26,29 @@ class LinearHead(NamedTuple):
 def call_head(module: nn.Module, hidden: Tensor, compute: Callable[[LinearHead], Any]) -> Any:
     """`compute` on the head's parameters, run as the forward of `module`.
 
-    The module is called, its forward replaced for the length of the call, so that whoever hooks
-    it (FSDP2 to gather the weight, ZeRO-3, a device map) sees the head at work. A compiler stays
-    out of it: it would recompile for each new `compute`.
+    The module is called, its forward replaced until it runs, so that whoever hooks it (FSDP2 to
+    gather the weight, ZeRO-3, a device map) sees the head at work. A compiler stays out of it: it
+    would recompile for each new `compute`.
     """
     structure = None
+    own_forward = module.__dict__.get("forward")
+
+    def restore() -> None:
+        module.__dict__.pop("forward", None)
+        if own_forward is not None:
+            module.forward = own_forward
 
     def forward(hidden: Tensor) -> tuple[Any, ...]:
         nonlocal structure
+        restore()  # `compute` may call the model, for a reference's logits say
         leaves, structure = tree_flatten(compute(read_head(module, hidden)))
         return tuple(leaves)
 
-    own_forward = module.__dict__.get("forward")
     module.forward = forward
     try:
         leaves = module(hidden)
     finally:
-        del module.forward
-        if own_forward is not None:
-            module.forward = own_forward
+        restore()
     assert structure is not None
     return tree_unflatten(leaves, structure)
 
@@ -55,8 +59,10 @@ def read_head(module: nn.Module, hidden: Tensor) -> LinearHead:
     Raises:
         ValueError: it cannot be written as one, or its weight is not on a device.
     """
+    _check_forward(module)
     module = _active_copy(module)
     if _is_peft(module, "tuners.lora.Linear"):
+        _check_forward(module)
         return _with_lora(module, hidden)
     return _plain(module, hidden)
 
@@ -68,6 +74,7 @@ def _plain(module: nn.Module, hidden: Tensor) -> LinearHead:
             f"modules_to_save; got {type(module).__module__}.{type(module).__qualname__}, whose "
             "own forward would be left out"
         )
+    _check_forward(module)
     weight, bias = module.weight, module.bias
     if weight.is_meta:
         raise ValueError(
@@ -76,6 +83,17 @@ def _plain(module: nn.Module, hidden: Tensor) -> LinearHead:
         )
     # With a device map the backbone may end on another device than the head.
     return LinearHead(hidden.to(weight.device), weight, bias)
+
+
+def _check_forward(module: nn.Module) -> None:
+    """ValueError if somebody has given this instance another forward than its class has."""
+    # accelerate's hooks keep what they replace.
+    own = vars(module).get("_old_forward" if hasattr(module, "_hf_hook") else "forward")
+    if own is not None and getattr(own, "__func__", None) is not type(module).forward:
+        raise ValueError(
+            "the lm_head must have the forward of its class; it has been replaced by "
+            f"{getattr(own, '__qualname__', own)}, which would be left out"
+        )
 
 
 def _active_copy(module: nn.Module) -> nn.Module:

@@ -156,7 +156,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             advantages, vllm_is_ratio: [B], [B, 1] or [B, T]; the latter is `sampling_ratio`.
             old_per_token_logps, ref_per_token_logps: [B, T].
             ref_input, ref_weight, ref_bias: `ref_hidden` and its head, for use_ref_model without
-                ref_per_token_logps.
+                ref_per_token_logps. A ref_weight without ref_bias has no bias.
             num_items_in_batch: as in FusedLinearRatioKLLoss.
 
         Returns:
@@ -176,6 +176,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             if not torch.compiler.is_compiling():
                 warnings.warn("ref_per_token_logps is used, and ref_input is not", stacklevel=2)
             ref_input = None
+        if bias is not None and ref_weight is not None and ref_bias is None:
+            # For Liger a reference with a head of its own has no bias but its own.
+            ref_bias = bias.new_zeros(ref_weight.shape[:1])
         out = self.loss_fn(
             _input,
             lin_weight,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..checks.arguments import check_device, check_integer
 from ..checks.values import check_counts
+from ..config import check_real_option
 from ..ops.contract import DEFAULT_CHUNK_BYTES
 from ..ops.linear_logprob import linear_logprob
 from ..ops.passes import logits_dtype_of
@@ -50,6 +51,7 @@ class LigerFusedLinearScaledCrossEntropyFunction:
 
         Reference: Liger-Kernel 0.8.5, liger_kernel/ops/fused_linear_scaled_cross_entropy.py.
         """
+        temperature = check_real_option("temperature", temperature)
         active = check_integer("target", target) != ignore_index
         scores = linear_logprob(
             _input,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..checks.arguments import check_floating
-from ..distributed.groups import Group, gather_over, resolve
+from ..distributed.groups import Group, gather_over, resolve_cut
 from ..objective.ratio import ratio_kl
 from ..ops.contract import DEFAULT_CHUNK_BYTES
 from ..ops.linear_logprob import linear_logprob
@@ -58,7 +58,7 @@ def linear_logp(
 
     Reference: docs/operators/linear-logp.md of RL-Kernel.
     """
-    group = None if tp_group is None else resolve(tp_group, name="tp_group")
+    group = resolve_cut(tp_group, name="tp_group")
     total = check_floating("lm_head_weight", lm_head_weight, sharded=True).shape[0]
     sharded: dict[str, Any] = {}
     if group is not None:

@@ -113,7 +113,7 @@ class Head:
         """`loss_fn` with this head; the other arguments are those of its forward, without weight.
 
         Raises:
-            ValueError: its config changes the logits in another way than the model.
+            ValueError: its config changes the logits in another way than the model's does.
         """
         for name, expected in self.modifiers.items():
             given = getattr(loss_fn.config, name)
@@ -209,6 +209,11 @@ def _headless(
     if isinstance(output, tuple):
         raise ValueError("the model returned a tuple, without names: leave return_dict as it is")
     modifiers, aux_loss = logit_modifiers(model.config), getattr(output, "aux_loss", None)
+    logits = getattr(output, "logits", None)
+    if tap.checked != modifiers and logits is not None:
+        # The host waits for the device, once a model.
+        _check_modifiers(logits, entered[0], modifiers)
+        tap.checked = modifiers
 
     def compute(linear: LinearHead) -> Any:
         return from_hidden(linear.hidden, Head(linear.weight, linear.bias, modifiers, aux_loss))
@@ -225,6 +230,9 @@ def call_former(inner: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
     """The former forward on `model`, which may be a deep copy of the one that it belonged to."""
     if isinstance(inner, MethodType):
         return inner.__func__(model, *args, **kwargs)
+    if isinstance(inner, functools.partial):  # accelerate's hooks
+        given = [model if isinstance(arg, nn.Module) else arg for arg in inner.args]
+        return inner.func(*given, *args, **inner.keywords | kwargs)
     return inner(*args, **kwargs)
 
 
@@ -235,11 +243,33 @@ class _Tap(nn.Module):
         super().__init__()
         self.entered: list[Tensor] = []
         self.weight: Tensor
+        self.checked: dict[str, Any] | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.entered.append(hidden)
-        # The model goes on to scale or cap what it takes for its logits.
-        return hidden.detach()[..., :1]
+        return _probe(hidden)
+
+
+def _probe(hidden: Tensor) -> Tensor:
+    """Stands for the logits, which the model goes on to scale or cap: 8, 16, ... 64, 64, ..."""
+    return (8 * torch.ones_like(hidden.detach()[..., :1]).cumsum(-2)).clamp(max=64)
+
+
+@torch.compiler.disable
+def _check_modifiers(logits: Tensor, hidden: Tensor, modifiers: dict[str, Any]) -> None:
+    """ValueError unless the model has made of the probe what `modifiers` say."""
+    softcap = modifiers["softcap"]
+    expected = modifiers["logit_scale"] * _probe(hidden).float()
+    if softcap is not None:
+        expected = softcap * torch.tanh(expected / softcap)
+    # Half precision rounds each step of the model's.
+    same = (logits.detach().float() - expected).abs() <= 0.01 * expected.abs()
+    if not same.all():
+        raise ValueError(
+            "model must scale and cap its logits as logit_modifiers reads in its config, "
+            f"{modifiers}; it does something else. Set logit_scale (a factor, 1.0 for none) and "
+            "final_logit_softcapping (None for none) of its text config to what it does"
+        )
 
 
 @contextmanager

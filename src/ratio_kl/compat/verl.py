@@ -43,7 +43,7 @@ def linear_cross_entropy(
         hidden: [..., H]; row t predicts labels at t.
         weight: [V, H]; with dist_process_group this rank's rows, as many as every other rank's.
         labels: int, as many as hidden has rows, of any shape.
-        temperature: > 0; a float, or a tensor of one entry or of one a token, [N].
+        temperature: > 0; a float, or a tensor of one entry or of one a token, of any shape.
         reduction: "none", "sum" or "mean" (of all tokens) for the log-probabilities, in any case.
         dist_process_group: ranks over which the head is cut by rows; None: whole. Labels count all
             rows, the outputs are the whole head's on every rank, and the gradient of hidden is
@@ -63,6 +63,8 @@ def linear_cross_entropy(
     if reduce is None:
         raise ValueError(f"reduction must be 'none', 'sum' or 'mean'; got {reduction!r}")
     hidden, labels = check_floating("hidden", hidden), check_integer("labels", labels)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.flatten() if temperature.numel() > 1 else temperature.squeeze()
     scores = linear_logprob(
         hidden.flatten(0, -2) if hidden.dim() > 2 else hidden,
         weight,

@@ -90,8 +90,11 @@ def resolve_cut(group: object, *, name: str) -> Group | None:
     """
     if group is None:
         return None
-    if isinstance(group, str):
-        raise TypeError(f"{name} must be None or a torch.distributed.ProcessGroup; got {group!r}")
+    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            f"{name} must be None or a torch.distributed.ProcessGroup that this rank belongs to; "
+            f"got {group!r} of type {type(group).__name__}"
+        )
     return resolve(group, name=name)
 
 

@@ -6,6 +6,7 @@ them: whatever stands there changes nothing.
 
 from dataclasses import dataclass
 from numbers import Real
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +22,10 @@ from ..checks.arguments import (
 from ..checks.values import Checks
 from ..distributed.groups import Group
 from .sequences import Layout, Packed, Padded, packed_mask
+
+Reading = Literal["token", "sequence", "either"]
+"""Of an argument that may have one entry a token or one a sequence, by its shape. "either": [B, 1]
+where T = 1, and what could_be_either has found; on this rank the two mean the same."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Tokens:
     sampling_logps: Tensor | None
     sampling_ratio: Tensor | None
     """1 on inactive tokens."""
-    sampling_ratio_is_per_token: bool
+    sampling_ratio_reading: Reading
     temperature: Tensor | None
     """1 on inactive tokens; None if the call gave no tensor."""
 
@@ -98,8 +103,8 @@ def read_tokens(
             if sampling_ratio is None
             else read.broadcast("sampling_ratio", sampling_ratio, mask, neutral=1)
         ),
-        sampling_ratio_is_per_token=(
-            isinstance(sampling_ratio, Tensor) and read.is_per_token(sampling_ratio)
+        sampling_ratio_reading=(
+            read.reading(sampling_ratio) if isinstance(sampling_ratio, Tensor) else "either"
         ),
         temperature=(
             read.temperature(temperature, mask) if isinstance(temperature, Tensor) else None
@@ -135,10 +140,10 @@ class _Reader:
         check_shape(name, tensor, *self._token_shapes(), *self._sequence_shapes())
         check_device(name, tensor, self.device)
         values = tensor.detach().to(self.dtype)
-        if self.is_per_token(values):
-            values = values.reshape(self.layout.shape)
-        else:
+        if self.reading(values) == "sequence":
             values = self.layout.spread(self.layout.from_caller(values))
+        else:
+            values = values.reshape(self.layout.shape)
         return torch.where(mask, values, neutral)
 
     def temperature(self, value: Tensor, mask: Tensor) -> Tensor:
@@ -148,13 +153,14 @@ class _Reader:
         check_device("temperature", value, self.device)
         return torch.where(mask, value.detach().to(self.dtype), 1)
 
-    def is_per_token(self, tensor: Tensor) -> bool:
-        """Whether a checked argument has one entry a token.
-
-        Where both readings fit they mean the same: [B, 1] with T = 1, and what could_be_either
-        has found.
-        """
-        return any(tuple(tensor.shape) == shape for shape, _ in self._token_shapes())
+    def reading(self, tensor: Tensor) -> Reading:
+        """What a checked argument has one entry of."""
+        shape = tuple(tensor.shape)
+        per_token = any(shape == known for known, _ in self._token_shapes())
+        per_sequence = any(shape == known for known, _ in self._sequence_shapes())
+        if per_token and per_sequence:
+            return "either"
+        return "token" if per_token else "sequence"
 
     def could_be_either(self, arguments: tuple[object, ...]) -> bool:
         """Whether one is 1-D with N = S entries: one a token and one a sequence."""

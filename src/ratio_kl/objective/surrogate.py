@@ -127,10 +127,24 @@ def _log_sequence_weight(log_ratio: Tensor, tokens: Tokens) -> Tensor:
     if tokens.sampling_ratio is None:
         return log_sequence
     log_sampling = tokens.sampling_ratio.log().clamp(*VESPO_LOG_RANGE)
-    if tokens.sampling_ratio_is_per_token:
-        # 1 stands on inactive tokens, whose logarithm adds nothing.
-        log_sampling = layout.spread(layout.sum(log_sampling))
-    return log_sequence + log_sampling
+    return log_sequence + _of_sequence(log_sampling, tokens)
+
+
+def _of_sequence(log_sampling: Tensor, tokens: Tokens) -> Tensor:
+    """Log sampling ratio of each token's sequence: the sum of its tokens', or the one it has.
+
+    A rank with one token of each sequence cannot tell which; the other ranks say it, and where
+    none can, the entries are the tokens'. 1 stands on inactive tokens, whose logarithm adds
+    nothing.
+    """
+    layout, reading = tokens.layout, tokens.sampling_ratio_reading
+    if layout.ranks is None:
+        return log_sampling if reading == "sequence" else layout.spread(layout.sum(log_sampling))
+    sums = layout.sum_here(log_sampling)
+    vote = sums.new_full((1,), {"token": 1, "either": 0, "sequence": -1}[reading])
+    total = layout.over_ranks(torch.cat([sums.reshape(-1), vote]))
+    of_tokens = layout.spread(total[:-1].reshape(sums.shape))
+    return torch.where(total[-1] >= 0, of_tokens, log_sampling)
 
 
 def _masked_term(
