@@ -182,12 +182,15 @@ MUTANTS = [
     ),
     *_of(
         "objective/policy.py",
-        ("ratio.clamp(max=delta)", "ratio.clamp(min=delta)"),
+        ("clamped(ratio, high=delta)", "clamped(ratio, low=delta)"),
         (
-            "ratio.clamp(1 - epsilon_low, 1 + epsilon_high)",
-            "ratio.clamp(1 - epsilon_high, 1 + epsilon_high)",
+            "clamped(ratio, 1 - epsilon_low, 1 + epsilon_high)",
+            "clamped(ratio, 1 - epsilon_high, 1 + epsilon_high)",
         ),
-        ("ratio.clamp(1 - epsilon_low, 1 + epsilon_high)", "ratio.clamp(max=1 + epsilon_high)"),
+        (
+            "clamped(ratio, 1 - epsilon_low, 1 + epsilon_high)",
+            "clamped(ratio, high=1 + epsilon_high)",
+        ),
         ("-torch.minimum(", "-torch.maximum("),
         ("capped * advantages, clipped", "ratio * advantages, clipped"),
         ("-ratio.detach().clamp(max=epsilon_high)", "-ratio.detach()"),
@@ -221,19 +224,22 @@ MUTANTS = [
     ),
     *_of(
         "objective/bounds.py",
-        ("values.detach().clamp(-limit, limit)", "values.detach().clamp(max=limit)"),
+        ("values.detach().clamp(low, high)", "values.detach().clamp(max=high)"),
         (
-            "torch.where(values.abs() > limit, clamped, values)",
-            "torch.where(values.abs() >= limit, clamped, values)",
+            "(values < low) | (values > high)",
+            "(values <= low) | (values >= high)",
         ),
         (
-            "torch.where(values.abs() > limit, clamped, values)",
-            "torch.where(values > limit, clamped, values)",
+            "(values < low) | (values > high)",
+            "values > high",
         ),
-        ("torch.where(values.abs() > limit, clamped, values)", "values.clamp(-limit, limit)"),
         (
-            "torch.where(values.abs() > limit, clamped, values)",
-            "values + (clamped - values).detach()",
+            "torch.where((values < low) | (values > high), limited, values)",
+            "values.clamp(low, high)",
+        ),
+        (
+            "torch.where((values < low) | (values > high), limited, values)",
+            "values + (limited - values).detach()",
         ),
     ),
     *_of(
@@ -333,7 +339,8 @@ MUTANTS = [
         (".sum() + kept.poison", ".sum()"),
         ("log_ratio.detach().clamp(-20, 20)", "log_ratio.detach()"),
         ("tokens.sampling_ratio.log().clamp(*VESPO_LOG_RANGE)", "tokens.sampling_ratio.log()"),
-        ("if tokens.sampling_ratio_is_per_token:", "if False:"),
+        ('return log_sampling if reading == "sequence" else', "return log_sampling if True else"),
+        ("torch.where(total[-1] >= 0, of_tokens", "torch.where(total[-1] > 0, of_tokens"),
         ("drift <= config", "drift < config"),
         ("term = torch.where(keep, term, 0)", "term = term"),
         ("term = torch.where(kept.keep, term, 0)", "term = term"),

@@ -15,7 +15,10 @@ from ratio_kl import FusedLinearRatioKLLoss, RatioKLConfig, high_entropy_mask, l
 from support import Problem, assert_same, problem, run
 
 # inductor, at its import, uses what newer releases of torch have deprecated themselves.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"),
+]
 
 # Fused kernels round in another order than eager ones.
 FLOAT64, FLOAT32 = 1e-12, 1e-5

@@ -260,9 +260,14 @@ def _policy_term(config: RatioKLConfig, r: Tensor, A: Tensor, logps: Tensor) -> 
     if config.loss_type == "sapo":
         tau = _by(A > 0, A, config.sapo_temperature_pos, config.sapo_temperature_neg)
         return -torch.sigmoid(tau * (r - 1)) * (4 / tau) * A
-    clipped = r.clamp(1 - config.epsilon_low, 1 + config.upper_epsilon)
-    capped = r if config.delta is None else r.clamp(max=config.delta)
+    clipped = _clamp(r, 1 - config.epsilon_low, 1 + config.upper_epsilon)
+    capped = r if config.delta is None else _clamp(r, -math.inf, config.delta)
     return -torch.minimum(capped * A, clipped * A)
+
+
+def _clamp(x: Tensor, low: float, high: float) -> Tensor:
+    """torch.clamp, but with gradient 1 at the bounds in every release of torch."""
+    return torch.where((x < low) | (x > high), x.detach().clamp(low, high), x)
 
 
 def _by(condition: Tensor, like: Tensor, yes: float, no: float) -> Tensor:

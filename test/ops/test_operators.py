@@ -59,6 +59,7 @@ def backward_arguments(
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("modifiers", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_pass_1_is_a_well_behaved_operator(dtype: torch.dtype, modifiers: bool) -> None:
@@ -66,6 +67,7 @@ def test_pass_1_is_a_well_behaved_operator(dtype: torch.dtype, modifiers: bool) 
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False)])
 @pytest.mark.parametrize("coefficients", ["g", "h", "both"])
 def test_pass_2_is_a_well_behaved_operator(coefficients: str, needs) -> None:
@@ -77,6 +79,7 @@ def test_pass_2_is_a_well_behaved_operator(coefficients: str, needs) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_segment_operators_are_well_behaved() -> None:
     offsets = torch.tensor([0, 2, 2, 7])
     opcheck(segment_sum, (torch.randn(9).requires_grad_(), offsets))

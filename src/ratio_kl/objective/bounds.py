@@ -1,16 +1,22 @@
-"""A clamp that does not hide NaN."""
+"""Clamps whose gradient is 1 within the bounds and at them, 0 beyond, and that do not hide NaN.
+
+torch.clamp stops the gradient at NaN, so that a NaN loss would have finite gradients, which neither
+gradient clipping nor a loss scaler notices. At a bound its gradient is 1 in some releases of torch
+and, from 2.14 on, 0.
+"""
+
+import math
 
 import torch
 from torch import Tensor
 
 
-def bounded(values: Tensor, limit: float | None) -> Tensor:
-    """`values` clamped to +-limit, with gradient 1 within, at the bound too, and 0 beyond.
+def clamped(values: Tensor, low: float = -math.inf, high: float = math.inf) -> Tensor:
+    """`values` clamped to [low, high]."""
+    limited = values.detach().clamp(low, high)
+    return torch.where((values < low) | (values > high), limited, values)
 
-    torch.clamp would stop the gradient at NaN, so that a NaN loss had finite gradients, which
-    neither gradient clipping nor a loss scaler would notice. None is no limit.
-    """
-    if limit is None:
-        return values
-    clamped = values.detach().clamp(-limit, limit)
-    return torch.where(values.abs() > limit, clamped, values)
+
+def bounded(values: Tensor, limit: float | None) -> Tensor:
+    """`values` clamped to +-limit; None is no limit."""
+    return values if limit is None else clamped(values, -limit, limit)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import RatioKLConfig
+from .bounds import clamped
 
 
 def clip(
@@ -27,8 +28,8 @@ def clip(
     The gradient passes at the exact bound. delta >= 1 + epsilon_high is the dual clip.
     Reference: Schulman et al. 2017 (arXiv 1707.06347); delta: INTELLECT-2 (arXiv 2505.07291).
     """
-    capped = ratio if delta is None else ratio.clamp(max=delta)
-    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    capped = ratio if delta is None else clamped(ratio, high=delta)
+    clipped = clamped(ratio, 1 - epsilon_low, 1 + epsilon_high)
     return -torch.minimum(capped * advantages, clipped * advantages)
 
 
