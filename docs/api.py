@@ -100,7 +100,9 @@ def described(found: Definition) -> Iterator[str]:
     fields = {
         ast.get_source_segment("\n".join(source), part): part.target.id
         for part in node.body
-        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+        if isinstance(part, ast.AnnAssign)
+        and isinstance(part.target, ast.Name)
+        and not part.target.id.startswith("_")
     }
     docs = field_docs(node)
     if fields:

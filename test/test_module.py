@@ -362,3 +362,18 @@ def test_execution_knobs_change_nothing_beyond_rounding(chunk_bytes: int) -> Non
     expected = run_reference(config, given)
     for knobs in ({"validate": "eager"}, {"backend": "torch"}, {"grads": "forward"}):
         assert_same(run(module(config, chunk_bytes=chunk_bytes, **knobs), given), expected, 1e-10)
+
+
+def test_an_option_cannot_be_set_afterwards() -> None:
+    loss_fn = FusedLinearRatioKLLoss(beta=0.1)
+    with pytest.raises(AttributeError, match="beta is an option and fixed: build another loss"):
+        loss_fn.beta = 0.2
+    loss_fn.note = "other attributes may be"
+    assert loss_fn.config.beta == 0.1
+
+
+def test_hidden_states_of_one_token_more_than_ids() -> None:
+    hidden, weight = torch.randn(2, 5, 4), torch.randn(7, 4)
+    ids, mask = torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, 4)
+    with pytest.raises(ValueError, match=r"action_ids must have shape .* pass hidden\[:, :-1\]"):
+        FusedLinearRatioKLLoss()(hidden, weight, ids, mask, torch.ones(2))

@@ -62,7 +62,7 @@ def parse_options() -> argparse.Namespace:
     add("--questions", type=int, default=4, help="problems in a rollout")
     add("--group-size", type=int, default=8, help="completions of a problem, at least 2")
     add("--length", type=int, default=10, help="most tokens of a completion, at least 2")
-    add("--inner-steps", type=int, default=2, help="optimiser steps on a rollout")
+    add("--inner-steps", type=int, default=2, help="optimizer steps on a rollout")
     options = parser.parse_args()
     at_least = {"steps": 1, "questions": 1, "inner_steps": 1, "group_size": 2, "length": 2}
     for name, least in at_least.items():

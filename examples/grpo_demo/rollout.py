@@ -44,7 +44,7 @@ class Recording(NamedTuple):
     """The options that decide what the run computes."""
     rollouts: list[Rollout]
     losses: list[list[float]]
-    """By step, one per optimiser step."""
+    """By step, one per optimizer step."""
     peak_bytes: int
     """Peak memory of the loss."""
 

@@ -14,14 +14,14 @@ from .task import Problem
 
 
 class StepResult(NamedTuple):
-    """What one step did: a rollout, then `inner_steps` optimiser steps on it."""
+    """What one step did: a rollout, then `inner_steps` optimizer steps on it."""
 
     rollout: Rollout
     reward: float
     losses: list[float]
-    """One per optimiser step."""
+    """One per optimizer step."""
     kl: float
-    """KL to the reference at the last optimiser step, like the next two."""
+    """KL to the reference at the last optimizer step, like the next two."""
     entropy: float
     clip_fraction: float
 
@@ -40,7 +40,7 @@ def train(
 ) -> Iterator[StepResult]:
     """One step a rollout, as long as there are rollouts.
 
-    The first optimiser step of a rollout has ratio 1 everywhere; its log-probabilities are the old
+    The first optimizer step of a rollout has ratio 1 everywhere; its log-probabilities are the old
     ones for those that follow, where ratios leave 1 and are clipped.
     """
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0)

@@ -1,8 +1,8 @@
 """Every option that changes the mathematics of the loss, in one frozen dataclass.
 
 The meaning of each option is documented once, under its field. Names follow TRL's GRPOConfig
-where TRL has the option. Execution knobs (backend, chunk_bytes, process groups) are arguments
-of the module, because they never change the result beyond rounding.
+where TRL has the option. How and over which ranks a loss is computed (backend, chunk_bytes,
+process groups) is said by arguments of the module.
 """
 
 import math
@@ -30,7 +30,8 @@ class RatioKLConfig:
     """
 
     loss_type: str = "dapo"
-    """Which policy term and which reduction: one of LOSS_TYPES."""
+    """Which policy term and which reduction: "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo",
+    "vespo" or "luspo"."""
 
     importance_sampling_level: str = "token"
     """Level of the importance ratio: "token" (PPO), "sequence" (GSPO) or "sequence_token"

@@ -2,7 +2,7 @@
 
 import difflib
 from dataclasses import fields
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -51,7 +51,8 @@ class FusedLinearRatioKLLoss(nn.Module):
             group; metrics are those of the whole.
         **options: the fields of RatioKLConfig.
 
-    None of these but `config`, `options` and the groups changes a result beyond rounding.
+    `config` and `options` say what is computed, the groups over which ranks, and `tp_hidden_grad`
+    what is returned; the others never change a result beyond rounding.
 
     Raises:
         ValueError: an unknown option, or a value outside its allowed range; groups that overlap.
@@ -131,8 +132,8 @@ class FusedLinearRatioKLLoss(nn.Module):
             sampling_logps: like action_ids, the rollout engine's log-probabilities, for the
                 off-policy mask; None takes old_logps.
             num_items_in_batch: active tokens of the whole optimizer step over all ranks, a number
-                or a tensor with one element; dapo, cispo and vespo divide by it. None: this
-                call's, over all ranks.
+                or a tensor with one element; dapo, cispo and vespo divide by it. Below 1 it counts
+                as 1. None: this call's, over all ranks.
             gradient_accumulation_steps: >= 1, divides the loss, except where num_items_in_batch
                 already spans the step.
             temperature: overrides the config's; a float, or [B], [B, 1], [B, T], [N].
@@ -178,6 +179,15 @@ class FusedLinearRatioKLLoss(nn.Module):
         call.
         """
         raise_pending(wait=True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """AttributeError for an option: it would change nothing."""
+        if name in RatioKLConfig.__dataclass_fields__:
+            raise AttributeError(
+                f"{name} is an option and fixed: build another loss, for instance from "
+                f"dataclasses.replace(loss_fn.config, {name}={value!r})"
+            )
+        super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
         """The options that differ from their defaults."""

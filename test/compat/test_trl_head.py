@@ -317,3 +317,8 @@ def test_each_trainer_gets_the_outputs_that_it_asks_trl_for(folder, tmp_path, ki
 def test_another_trainer_is_refused():
     with pytest.raises(TypeError, match="trainer must be one of GRPOTrainer"):
         use_ratio_kl(object())
+
+
+def test_a_temperature_that_is_not_positive_is_refused_at_once():
+    with pytest.raises(ValueError, match="temperature must be > 0; got 0"):
+        add_fused_lm_head(torch.nn.Linear(2, 2), temperature=0)

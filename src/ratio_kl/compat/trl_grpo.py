@@ -70,6 +70,7 @@ class RatioKLGRPOTrainer(GRPOTrainer):
     __signature__ = inspect.signature(GRPOTrainer)
 
     entropy_coef: float
+    """Weight of the entropy bonus, as TRL's controller has set it."""
     _entropy_window_stats: Tensor | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

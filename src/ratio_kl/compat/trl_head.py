@@ -87,11 +87,13 @@ def add_fused_lm_head(
 
     Raises:
         TypeError: the model has no lm_head.
-        ValueError: an unknown output.
+        ValueError: an unknown output, or a temperature that is not > 0.
     """
     unknown = set(outputs) - set(_OUTPUTS)
     if unknown:
         raise ValueError(f"outputs must be among {_OUTPUTS}; got {sorted(unknown)}")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be > 0; got {temperature!r}")
     fused_head(model)
     model = bare_model(model)
     inner = model.forward

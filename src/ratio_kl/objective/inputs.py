@@ -81,6 +81,7 @@ def read_tokens(
     layout = _layout(hidden, cu_seqlens, cp_group)
     read = _Reader(layout, hidden.device, dtype)
     ids = check_integer("action_ids", action_ids)
+    _check_shift(hidden, ids)
     flat_ids = read.tokens("action_ids", ids)
     mask = read.tokens("attention_mask", attention_mask) != 0
     packing_faults = None
@@ -177,6 +178,15 @@ class _Reader:
     def _sequence_shapes(self) -> list[tuple[tuple[int, ...], str]]:
         sequences = self.layout.num_sequences
         return [((sequences,), "[B]"), ((sequences, 1), "[B, 1]")]
+
+
+def _check_shift(hidden: Tensor, ids: Tensor) -> None:
+    """ValueError for hidden states of all tokens beside the ids of all but the first."""
+    if hidden.dim() == 3 and ids.shape == (hidden.shape[0], hidden.shape[1] - 1):
+        raise ValueError(
+            f"action_ids must have shape [B, T] = {list(hidden.shape[:2])}; got {list(ids.shape)}: "
+            "row t of hidden must predict action_ids[:, t], so pass hidden[:, :-1]"
+        )
 
 
 def _layout(hidden: Tensor, cu_seqlens: object, cp_group: Group | None) -> Layout:
