@@ -457,6 +457,7 @@ TESTS = {
         "cases/test_hidden_faults.py",
         "cases/test_paths_agree.py",
         "test_module.py",
+        "objective/test_sequences.py",
         "objective/test_loss.py",
     ),
 }
