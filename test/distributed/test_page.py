@@ -31,7 +31,11 @@ def test_the_script_on_two_ranks(tmp_path):
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc_per_node=2", str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    for _ in range(3):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        # On a loaded machine torch itself now and then aborts while its threads end.
+        if "terminate called without an active exception" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
 
 
