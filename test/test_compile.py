@@ -223,3 +223,17 @@ def test_under_autocast_and_compile() -> None:
     expected = run(with_autocast(eager(config)), given)
     actual = run(with_autocast(compiled(config, backend="aot_eager")), given)
     assert_same(actual, expected, FLOAT32, loss_size=1.0)
+
+
+# Dynamo makes an object of an autograd function, of which torch warns.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_ratio_that_overflows_under_compile() -> None:
+    config = RatioKLConfig(loss_type="grpo", log_ratio_limit=None)
+    given = problem(7, config, dtype=torch.float32)
+    # Every ratio is inf; where A > 0 the clipped branch wins, and no gradient is left.
+    given = given.given(old_logps=given.options["old_logps"] - 200)
+    given = given.with_inputs(advantages=torch.ones(6))
+    for loss_fn in (eager(config), compiled(config, "aot_eager")):
+        result = run(loss_fn, given)
+        assert result.loss.item() == pytest.approx(-1.2 * 5 / 6, rel=FLOAT32)
+        assert not any(grad.any() for grad in result.grads.values())

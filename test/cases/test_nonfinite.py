@@ -94,12 +94,12 @@ def test_a02_an_infinite_ratio_that_wins_is_large_and_finite(loss_type: str) -> 
 
 
 @pytest.mark.parametrize("limit", [100.0, None])
-def test_a02_without_a_limit_below_the_overflow_the_gradient_is_nan(limit: float | None) -> None:
+def test_a02_without_a_limit_below_the_overflow(limit: float | None) -> None:
     """MakazhanAlpamys/Soup#1084 again, for those who switch the limit off: float32 ends at 88.7."""
     config = config_of("grpo", log_ratio_limit=limit)
     out, d_hidden, _ = one_token(config, 1.0, old_logps=-95.0)
     assert out.loss.item() == pytest.approx(-1.2, rel=FLOAT32)
-    assert d_hidden.isnan().all()
+    assert not d_hidden.any()
 
 
 @pytest.mark.parametrize("delta", [20, 80, 89, 120])

@@ -47,6 +47,9 @@ def sequence_token_level(
     return mean.detach() + (logps - logps.detach())
 
 
+LARGEST_EXPONENT = 88.0
+"""exp of it is finite in float32."""
+
 LEVELS = {
     "token": token_level,
     "sequence": sequence_level,
@@ -58,7 +61,27 @@ LEVELS = {
 
 def bounded_exp(log_weight: Tensor, limit: float | None) -> Tensor:
     """exp, of the input clamped to +-limit: finite, with gradient 0 beyond."""
-    return bounded(log_weight, limit).exp()
+    if limit is not None and limit <= LARGEST_EXPONENT:
+        return bounded(log_weight, limit).exp()
+    return _OverflowingExp.apply(bounded(log_weight, limit))
+
+
+class _OverflowingExp(torch.autograd.Function):
+    """exp that may be inf, and passes on an incoming gradient of 0 as 0.
+
+    Where min() left the branch of an infinite ratio, exp's own gradient would be 0 * inf, a NaN.
+    """
+
+    @staticmethod
+    def forward(ctx, log_weight):
+        ratio = log_weight.exp()
+        ctx.save_for_backward(ratio)
+        return ratio
+
+    @staticmethod
+    def backward(ctx, grad):
+        (ratio,) = ctx.saved_tensors
+        return torch.where(grad == 0, 0, grad * ratio)
 
 
 def linear_ratio_kl(
