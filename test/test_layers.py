@@ -21,11 +21,12 @@ PACKAGE = Path(ratio_kl.__file__).parent
 # ratio_kl/__init__.py.
 MAY_IMPORT = {
     "field_docs": set(),
+    "host_copy": set(),
     "config": {"field_docs"},
-    "checks": set(),
+    "checks": {"host_copy"},
     "distributed": {"distributed"},
     "kernels": {"kernels", "config"},
-    "ops": {"ops", "kernels", "distributed", "checks", "config", "field_docs"},
+    "ops": {"ops", "kernels", "distributed", "checks", "config", "field_docs", "host_copy"},
     "objective": {"objective", "ops", "distributed", "checks", "config", "field_docs"},
     "module": {"objective", "ops", "checks", "config"},
     "compat": {"compat", "module", "objective", "ops", "distributed", "checks", "config", ""},

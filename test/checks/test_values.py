@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ratio_kl.checks import values
+from ratio_kl.host_copy import HostCopy
 
 
 def error_of(count: int) -> ValueError:
@@ -43,7 +44,7 @@ def pending(monkeypatch: pytest.MonkeyPatch) -> deque:
 
 
 def add(pending: deque, count: int, *, arrived: bool) -> None:
-    pending.append((torch.tensor(count), Copy(arrived), error_of))
+    pending.append((HostCopy(torch.tensor([count]), Copy(arrived)), error_of))
 
 
 def test_nothing_pending_is_no_error(pending: deque) -> None:

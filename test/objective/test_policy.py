@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ratio_kl.config import LOSS_TYPES, RatioKLConfig
-from ratio_kl.objective.policy import POLICIES, PRESETS, cispo, clip, sapo, vespo, vespo_phi
+from ratio_kl.objective.policy import POLICIES, PRESETS, beyond, cispo, clip, sapo, vespo, vespo_phi
 from support import CLIP_BOUND_CASES, LN2, POLICY_CASES, PolicyCase
 
 TOLERANCE = 1e-14  # float64, a few roundings
@@ -33,8 +33,8 @@ def term(config: RatioKLConfig, ratio: Tensor, advantage: Tensor, logp: Tensor) 
             lambda_neg=config.vespo_lambda_neg,
         )
         return vespo(phi, advantage, logp)
-    low, high = config.epsilon_low, config.upper_epsilon
-    return clip(ratio, advantage, epsilon_low=low, epsilon_high=high, delta=config.delta)
+    bounds = 1 - config.epsilon_low, 1 + config.upper_epsilon
+    return clip(ratio, advantage, beyond(bounds, ratio, advantage), bounds, config.delta)
 
 
 @pytest.mark.parametrize("case", [*POLICY_CASES, *CLIP_BOUND_CASES], ids=str)
@@ -61,7 +61,8 @@ def test_no_term_reduces() -> None:
 def test_clip_has_no_gradient_of_nan_where_the_other_branch_wins() -> None:
     # A huge ratio on the clipped side: loss -(1 + 0.28), gradient exactly 0 (trl#3015, A02).
     ratio = tensor(1e300).requires_grad_()
-    loss = clip(ratio, tensor(1.0), epsilon_low=0.2, epsilon_high=0.28)
+    bounds = 0.8, 1.28
+    loss = clip(ratio, tensor(1.0), beyond(bounds, ratio, tensor(1.0)), bounds)
     assert loss.item() == -1.28
     assert torch.autograd.grad(loss, ratio)[0].item() == 0.0
 

@@ -21,14 +21,14 @@ OLD = LOGPS - torch.tensor([[0.3, -0.1, 7.0], [7.0, 0.5, 7.0], [7.0, 7.0, 7.0]])
 def log_weights(level: str, logps: Tensor) -> Tensor:
     layout = Padded(tuple(MASK.shape))
     active = layout.spread(layout.sum(MASK.double()).clamp(min=1))
-    return LEVELS[level](masked_difference(logps, OLD, MASK), logps, active, layout)
+    return LEVELS[level](masked_difference(logps, OLD, MASK), logps, MASK, active, layout)
 
 
 def test_values() -> None:
     expected = {
         "token": [[0.3, -0.1, 0.0], [0.0, 0.5, 0.0], [0.0, 0.0, 0.0]],
-        "sequence": [[0.1] * 3, [0.5] * 3, [0.0] * 3],
-        "sequence_token": [[0.1] * 3, [0.5] * 3, [0.0] * 3],
+        "sequence": [[0.1, 0.1, 0.0], [0.0, 0.5, 0.0], [0.0] * 3],
+        "sequence_token": [[0.1, 0.1, 0.0], [0.0, 0.5, 0.0], [0.0] * 3],
     }
     assert set(expected) == set(IMPORTANCE_SAMPLING_LEVELS) == set(LEVELS)
     for level, values in expected.items():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.head_cases import Case, make_case
-from ratio_kl.ops import torch_backend, triton_backend, triton_gradients
+from ratio_kl.ops import torch_backend, triton_backend, triton_products
 from ratio_kl.ops.contract import Needs, Saved, Want
 from ratio_kl.ops.sharding import sharding_of
 
@@ -17,7 +17,7 @@ N, V, H = 70, 130, 16
 """More than one tile of 64 each way."""
 BACKENDS = {
     "torch": (torch_backend, torch_backend._RunningGradient, "result", "sum"),
-    "triton": (triton_backend, triton_gradients._Sum, "out", "buffer"),
+    "triton": (triton_backend, triton_products._Sum, "out", "buffer"),
 }
 
 

@@ -6,13 +6,13 @@ backward, in the next call, or when the caller asks with `raise_pending(wait=Tru
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import lru_cache
-from itertools import cycle
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from ..host_copy import HostCopy, Mailbox
 
 MakeError = Callable[..., ValueError]
 """From the counts, one argument each, to the error that says what was wrong."""
@@ -23,7 +23,8 @@ anyway, "eager" at once, "defer" not at all, because its caller first adds them 
 
 # Bounded: a caller who never looks (inference in a loop) must not collect host memory.
 _REMEMBERED = 64
-_pending: deque[tuple[Tensor, torch.cuda.Event, MakeError]] = deque(maxlen=_REMEMBERED)
+_mailbox = Mailbox(_REMEMBERED)
+_pending: deque[tuple[HostCopy, MakeError]] = deque(maxlen=_REMEMBERED)
 
 
 def check_counts(bad: Tensor, make_error: MakeError, checks: str) -> None:
@@ -43,27 +44,15 @@ def check_counts(bad: Tensor, make_error: MakeError, checks: str) -> None:
     if checks == "defer" or (on_cuda and torch.cuda.is_current_stream_capturing()):
         return
     if checks == "eager" or not on_cuda:
-        _raise_for(bad, make_error)
+        _raise_for(bad.reshape(-1).tolist(), make_error)
         return
     raise_pending(wait=False)
-    slot, arrived = next(_mailboxes(bad.device))
-    on_host = slot[: bad.numel()]
-    on_host.copy_(bad.reshape(-1), non_blocking=True)
-    arrived.record(torch.cuda.current_stream(bad.device))
-    _pending.append((on_host, arrived, make_error))
+    _pending.append((_mailbox.send(bad), make_error))
 
 
-def _raise_for(counts: Tensor, make_error: MakeError) -> None:
-    numbers = counts.reshape(-1).tolist()
-    if any(numbers):
-        raise make_error(*numbers)
-
-
-@lru_cache
-def _mailboxes(device: torch.device) -> Iterator[tuple[Tensor, torch.cuda.Event]]:
-    """Pinned host memory and an event for each call, taken in turn: none is made anew."""
-    slots = torch.zeros(_REMEMBERED, 8, dtype=torch.int64, pin_memory=True).unbind()
-    return cycle([(slot, torch.cuda.Event()) for slot in slots])
+def _raise_for(counts: Sequence[float], make_error: MakeError) -> None:
+    if any(counts):
+        raise make_error(*counts)
 
 
 def raise_pending(*, wait: bool) -> None:
@@ -75,12 +64,12 @@ def raise_pending(*, wait: bool) -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return
     while _pending:
-        on_host, arrived, make_error = _pending[0]
-        if not wait and not arrived.query():
+        counts, make_error = _pending[0]
+        if not wait and not counts.has_arrived():
             return
-        arrived.synchronize()
+        numbers = counts.wait()
         _pending.popleft()
-        _raise_for(on_host, make_error)
+        _raise_for(numbers, make_error)
 
 
 def bad_values_error(vocab_size: int, ids: int, temperatures: int = 0) -> ValueError:

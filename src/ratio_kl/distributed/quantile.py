@@ -69,7 +69,8 @@ def masked_quantile(
             collective.
     """
     _check(values, mask, quantile, route, group)
-    ordered, count = _sort_active(values.detach().reshape(-1), mask.reshape(-1) != 0)
+    active = mask if mask.dtype == torch.bool else mask != 0
+    ordered, count = _sort_active(values.detach().reshape(-1), active.reshape(-1))
     host_may_wait = values.device.type == "cpu" and not torch.compiler.is_compiling()
     if group is not None and route is None and not host_may_wait:
         route = "histogram"
@@ -82,6 +83,8 @@ def masked_quantile(
             ordered, count = _gather_active(ordered, counts, longest, group)
     if route == "histogram":
         return _interpolate(*_select(ordered, count, float(quantile), group))
+    if ordered.shape[0] <= TORCH_LIMIT:
+        return _interpolate_few(*_read(ordered, count, float(quantile)))
     return _interpolate(*_read(ordered, count, float(quantile)))
 
 
@@ -136,8 +139,8 @@ def _sort_active(values: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         values = values.float()
     if values.numel() == 0:
         values, active = values.new_zeros(1), active.new_zeros(1)
-    # The order of the two zeros in a sort is undefined, so there is only one of them.
-    values = torch.where(values == 0, 0.0, values)
+    # The order of the two zeros in a sort is undefined, so there is only one of them: -0 + 0 is 0.
+    values = values + 0.0
     return torch.where(active, values, torch.nan).sort().values, active.sum()
 
 
@@ -152,17 +155,18 @@ def _gather_active(
     return _sort_active(gather_over(mine, group).reshape(-1), active.reshape(-1))
 
 
-def _rank(count: Tensor, quantile: float, dtype: torch.dtype) -> Tensor:
-    """Position of the quantile among `count` values, float64."""
-    last = (count - 1).clamp(min=0)
+def _rank(last: Tensor, quantile: float, dtype: torch.dtype, most: int | None = None) -> Tensor:
+    """Position of the quantile among `last` + 1 values, float64; `most` of them, if known."""
     as_torch = (last.to(dtype) * quantile).double()
-    return torch.where(count <= TORCH_LIMIT, as_torch, last.double() * quantile)
+    if most is not None and most <= TORCH_LIMIT:
+        return as_torch
+    return torch.where(last < TORCH_LIMIT, as_torch, last.double() * quantile)
 
 
 def _read(ordered: Tensor, count: Tensor, quantile: float) -> _Neighbours:
     """The neighbours of the quantile, all values being here."""
-    rank = _rank(count, quantile, ordered.dtype)
     last = (count - 1).clamp(min=0)
+    rank = _rank(last, quantile, ordered.dtype, most=ordered.shape[0])
     below, above, largest = ordered.gather(
         0, torch.stack([rank.floor().long(), rank.ceil().long(), last])
     ).unbind()
@@ -186,7 +190,7 @@ def _select(ordered: Tensor, count: Tensor, quantile: float, group: Ranks | None
         at_most = sum_over(at_most, group)
         if is_top:
             total = at_most[-1]
-            rank = _rank(total, quantile, ordered.dtype)
+            rank = _rank((total - 1).clamp(min=0), quantile, ordered.dtype)
         # With no active value anywhere no digit reaches the position: stay on the last one.
         index = (at_most <= rank.floor()).sum().clamp(max=digits.numel() - 1)
         found = found + ((index + first).to(keys.dtype) << shift)
@@ -225,15 +229,24 @@ def _floats(keys: Tensor) -> Tensor:
     return bits.view(torch.float32 if keys.dtype == torch.int32 else torch.float64)
 
 
-@torch.library.custom_op("ratio_kl::interpolate_quantile", mutates_args=())
-def _interpolate(
+@torch.library.custom_op("ratio_kl::interpolate_few", mutates_args=())
+def _interpolate_few(
     below: Tensor, above: Tensor, rank: Tensor, total: Tensor, has_nan: Tensor
 ) -> Tensor:
-    """The quantile from `_Neighbours`.
+    """The quantile from `_Neighbours` of at most TORCH_LIMIT values.
 
     An operator, so that a compiler does not contract products and sums into other roundings,
     perhaps not the same on every rank.
     """
+    threshold = torch.lerp(below, above, (rank - rank.floor()).to(below.dtype))
+    return threshold.masked_fill_(has_nan, torch.nan).masked_fill_(total == 0, torch.inf)
+
+
+@torch.library.custom_op("ratio_kl::interpolate_quantile", mutates_args=())
+def _interpolate(
+    below: Tensor, above: Tensor, rank: Tensor, total: Tensor, has_nan: Tensor
+) -> Tensor:
+    """The quantile from `_Neighbours`, by torch's formula or by numpy's; an operator too."""
     dtype, weight = below.dtype, rank - rank.floor()
     as_torch = torch.lerp(below, above, weight.to(dtype))
     step = above - below
@@ -247,6 +260,7 @@ def _interpolate(
     return torch.where(total > 0, threshold, torch.inf)
 
 
+@_interpolate_few.register_fake
 @_interpolate.register_fake
 def _(below: Tensor, above: Tensor, rank: Tensor, total: Tensor, has_nan: Tensor) -> Tensor:
     return torch.empty_like(below)

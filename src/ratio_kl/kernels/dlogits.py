@@ -70,6 +70,7 @@ def dlogits_kernel(
     softcap_ptr,
     temperature_ptr,
     rows_ptr,
+    count_ptr,
     ids_ptr,
     max_ptr,
     log_sum_ptr,
@@ -98,6 +99,8 @@ def dlogits_kernel(
     WEIGHT_TMA: tl.constexpr,
     OUT_TMA: tl.constexpr,
 ):
+    if count_ptr is not None:
+        N = tl.load(count_ptr)
     row_tiles = tl.cdiv(N, BLOCK_N)
     column_tiles = tl.cdiv(V, BLOCK_V)
     tiles = row_tiles * column_tiles

@@ -19,8 +19,9 @@ class EntropyMask(NamedTuple):
 
     keep: Tensor
     """bool, one entry a token."""
-    poison: Tensor
-    """0-d: 0, or NaN if an active token's entropy anywhere is NaN, so that the loss shows it."""
+    poison: Tensor | None
+    """0-d: 0, or NaN if an active token's entropy anywhere is NaN, so that the loss shows it. None
+    where no entropy was looked at."""
 
 
 def entropy_mask(
@@ -33,11 +34,12 @@ def entropy_mask(
     """
     entropies = entropies.detach()
     if quantile == 1:
-        return EntropyMask(mask, entropies.new_zeros(()))
+        return EntropyMask(mask, None)
     if entropies.dtype in (torch.bfloat16, torch.float16):
         entropies = entropies.float()
     threshold = masked_quantile(entropies, mask, 1 - quantile, group)
-    return EntropyMask(mask & (entropies >= threshold), _nan_or_zero(threshold))
+    # A clamp lets NaN through and makes 0 of all else, in one launch.
+    return EntropyMask(mask & (entropies >= threshold), threshold.clamp(0, 0))
 
 
 def high_entropy_mask(
@@ -72,8 +74,5 @@ def entropy_bonus(entropies: Tensor, keep: EntropyMask, cp_group: Group | None =
     Over cp_group it is this rank's part of that mean.
     """
     count = sum_over(keep.keep.sum(), cp_group)
-    return torch.where(keep.keep, entropies, 0).sum() / count.clamp(min=1) + keep.poison
-
-
-def _nan_or_zero(value: Tensor) -> Tensor:
-    return torch.where(value.isnan(), value, 0)
+    bonus = torch.where(keep.keep, entropies, 0).sum() / count.clamp(min=1)
+    return bonus if keep.poison is None else bonus + keep.poison

@@ -56,19 +56,19 @@ def metrics_of(
     policy_loss: Tensor, shown: Shown, tokens: Tokens, count: Tensor, config: RatioKLConfig
 ) -> Metrics:
     """Summarise a call, `count` being its active tokens. Every result is detached."""
-    either = shown.low_clipped | shown.high_clipped
     of_tokens = [shown.kl, shown.entropies, shown.kept]
-    of_ratios = [shown.ratio, shown.low_clipped, shown.high_clipped, either]
+    # Of these only the ratio, 1 on inactive tokens, is not 0 there.
+    of_ratios = [shown.ratio.detach() * tokens.mask, shown.low_clipped, shown.high_clipped]
     by_sequence = config.importance_sampling_level == "sequence"
     if not by_sequence:
         of_tokens += of_ratios
-    sums = _stacked(of_tokens, tokens.mask).flatten(1).sum(1)
+    sums = _stacked(of_tokens).flatten(1).sum(1)
     # One sum over the ranks for all of them. New memory: a trainer may scale its loss in place.
     sums = tokens.layout.over_ranks(torch.cat([policy_loss.detach().reshape(1), sums]))
     means = [*(sums[1:] / count.clamp(min=1)).unbind()]
     if by_sequence:
         means = [*means, *_sequence_means(of_ratios, tokens)]
-    kl, entropy, kept, ratio, low, high, clipped = means
+    kl, entropy, kept, ratio, low, high = means
     return Metrics(
         policy_loss=sums[0],
         kl=kl,
@@ -76,25 +76,25 @@ def metrics_of(
         ratio_mean=ratio,
         clip_low=low,
         clip_high=high,
-        clip_fraction=clipped,
+        clip_fraction=low + high,
         high_entropy_fraction=kept,
         active_tokens=count,
     )
 
 
-def _stacked(values: list[Tensor], mask: Tensor) -> Tensor:
-    """[k, *tokens] in the first one's dtype, 0 on inactive tokens.
+def _stacked(values: list[Tensor]) -> Tensor:
+    """[k, *tokens] in the first one's dtype.
 
     Together they take a few launches, where each alone would.
     """
     dtype = values[0].dtype
-    return torch.where(mask, torch.stack([v.detach().to(dtype) for v in values]), 0)
+    return torch.stack([value.detach().to(dtype) for value in values])
 
 
 def _sequence_means(values: list[Tensor], tokens: Tokens) -> Iterator[Tensor]:
     """Means over the non-empty sequences of the means over their active tokens."""
     layout = tokens.layout
-    stacked = _stacked([*values, tokens.mask], tokens.mask)
+    stacked = _stacked([*values, tokens.mask])
     here = torch.stack([layout.sum_here(each) for each in stacked.unbind()])
     *sums, active = layout.over_ranks(here).unbind()
     sequences = (active > 0).sum().clamp(min=1)

@@ -15,22 +15,31 @@ from ..config import RatioKLConfig
 from .bounds import clamped
 
 
+def beyond(bounds: tuple[float, float], ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens whose ratio is below the lower bound and A < 0; those above the upper and A > 0."""
+    low, high = bounds
+    return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+
+
 def clip(
     ratio: Tensor,
     advantages: Tensor,
-    *,
-    epsilon_low: float,
-    epsilon_high: float,
+    beyond: tuple[Tensor, Tensor],
+    bounds: tuple[float, float],
     delta: float | None = None,
 ) -> Tensor:
-    """PPO's clipped surrogate: -min(min(r, delta) A, clamp(r, 1 - low, 1 + high) A).
+    """PPO's clipped surrogate: -min(min(r, delta) A, clamp(r, low, high) A).
 
-    The gradient passes at the exact bound. delta >= 1 + epsilon_high is the dual clip.
+    The gradient passes at the exact bound. delta >= high is the dual clip.
     Reference: Schulman et al. 2017 (arXiv 1707.06347); delta: INTELLECT-2 (arXiv 2505.07291).
     """
-    capped = ratio if delta is None else clamped(ratio, high=delta)
-    clipped = clamped(ratio, 1 - epsilon_low, 1 + epsilon_high)
-    return -torch.minimum(capped * advantages, clipped * advantages)
+    if delta is not None:
+        capped = clamped(ratio, high=delta)
+        return -torch.minimum(capped * advantages, clamped(ratio, *bounds) * advantages)
+    # Without delta the minimum takes the bound just where the tokens are beyond it: half the work.
+    for tokens, bound in zip(beyond, bounds, strict=True):
+        ratio = torch.where(tokens, bound, ratio)
+    return -ratio * advantages
 
 
 def cispo(ratio: Tensor, advantages: Tensor, logps: Tensor, *, epsilon_high: float) -> Tensor:
@@ -97,6 +106,8 @@ class PolicyTerms:
     ratio: Tensor
     logps: Tensor
     advantages: Tensor
+    beyond: tuple[Tensor, Tensor]
+    """bool: ratio below the policy's lower bound and A < 0; above the upper one and A > 0."""
     log_sequence_weight: Tensor | None
     """Summed log-ratio of the token's sequence, with the sampling ratio: vespo's log w. None for
     policies without phi."""
@@ -127,16 +138,14 @@ def _vespo_phi(terms: PolicyTerms, config: RatioKLConfig) -> Tensor:
     )
 
 
+def _clip_bounds(config: RatioKLConfig) -> tuple[float, float]:
+    return 1 - config.epsilon_low, 1 + config.upper_epsilon
+
+
 POLICIES = {
     "clip": Policy(
-        term=lambda t, c: clip(
-            t.ratio,
-            t.advantages,
-            epsilon_low=c.epsilon_low,
-            epsilon_high=c.upper_epsilon,
-            delta=c.delta,
-        ),
-        bounds=lambda c: (1 - c.epsilon_low, 1 + c.upper_epsilon),
+        term=lambda t, c: clip(t.ratio, t.advantages, t.beyond, _clip_bounds(c), c.delta),
+        bounds=_clip_bounds,
     ),
     "cispo": Policy(
         term=lambda t, c: cispo(t.ratio, t.advantages, t.logps, epsilon_high=c.upper_epsilon),

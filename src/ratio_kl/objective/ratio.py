@@ -29,21 +29,25 @@ def masked_difference(minuend: Tensor, subtrahend: Tensor, mask: Tensor) -> Tens
     return torch.where(mask, minuend - subtrahend, 0)
 
 
-def token_level(log_ratio: Tensor, logps: Tensor, active: Tensor, layout: Layout) -> Tensor:
+def token_level(
+    log_ratio: Tensor, logps: Tensor, mask: Tensor, active: Tensor, layout: Layout
+) -> Tensor:
     """PPO: each token has its own ratio (Schulman et al. 2017, arXiv 1707.06347)."""
     return log_ratio
 
 
-def sequence_level(log_ratio: Tensor, logps: Tensor, active: Tensor, layout: Layout) -> Tensor:
+def sequence_level(
+    log_ratio: Tensor, logps: Tensor, mask: Tensor, active: Tensor, layout: Layout
+) -> Tensor:
     """GSPO: the mean log-ratio of the sequence (Zheng et al. 2025, arXiv 2507.18071)."""
-    return layout.spread(layout.sum(log_ratio)) / active
+    return torch.where(mask, layout.spread(layout.sum(log_ratio)) / active, 0)
 
 
 def sequence_token_level(
-    log_ratio: Tensor, logps: Tensor, active: Tensor, layout: Layout
+    log_ratio: Tensor, logps: Tensor, mask: Tensor, active: Tensor, layout: Layout
 ) -> Tensor:
     """GSPO-token: the sequence's value with each token's own gradient (arXiv 2507.18071)."""
-    mean = sequence_level(log_ratio, logps, active, layout)
+    mean = sequence_level(log_ratio, logps, mask, active, layout)
     return mean.detach() + (logps - logps.detach())
 
 
@@ -55,8 +59,9 @@ LEVELS = {
     "sequence": sequence_level,
     "sequence_token": sequence_token_level,
 }
-"""level -> function (log_ratio, logps, active, layout) -> log weight, one entry a token, where
-`active` is the number of active tokens of each token's sequence, at least 1."""
+"""level -> function (log_ratio, logps, mask, active, layout) -> log weight, one entry a token, 0 on
+inactive ones, where log_ratio and logps are 0; `active` is the number of active tokens of each
+token's sequence, at least 1."""
 
 
 def bounded_exp(log_weight: Tensor, limit: float | None) -> Tensor:

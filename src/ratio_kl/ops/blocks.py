@@ -30,16 +30,27 @@ class Plan(NamedTuple):
     rows: int
     columns: int
     rows_outermost: bool
+    first: int = 0
+    """Columns of a block of all rows that comes before these."""
+
+    @property
+    def widest(self) -> int:
+        """Columns of the widest block."""
+        return max(self.first, self.columns)
 
     def walk(self, n: int, vocab_size: int) -> Iterator[tuple[slice, slice]]:
         """The blocks (rows, columns) of an [n, vocab_size] rectangle, in order."""
         row_parts = [slice(r, min(r + self.rows, n)) for r in range(0, n, self.rows)]
         column_parts = [
-            slice(c, min(c + self.columns, vocab_size)) for c in range(0, vocab_size, self.columns)
+            slice(c, min(c + self.columns, vocab_size))
+            for c in range(self.first, vocab_size, self.columns)
         ]
+        if self.first:
+            yield slice(0, n), slice(0, self.first)
         if self.rows_outermost:
-            return ((r, c) for r in row_parts for c in column_parts)
-        return ((r, c) for c in column_parts for r in row_parts)
+            yield from ((r, c) for r in row_parts for c in column_parts)
+        else:
+            yield from ((r, c) for c in column_parts for r in row_parts)
 
 
 def plan(

@@ -45,6 +45,8 @@ class Rows(NamedTuple):
 
     hidden: Tensor
     """[n, H] in the compute dtype."""
+    kept: Tensor | None
+    """How many of them there are, on the device, where the host does not know it yet; else None."""
     saved: Saved
     grads: tuple[Tensor | None, Tensor | None]
     """(grad_logps, grad_entropies), contiguous [N] or None."""
@@ -203,7 +205,8 @@ def merge(head: Head, part: Part, ids: Tensor, scores: Scores) -> None:
 def dlogits(head: Head, work: Rows, weight: Tensor, out: Tensor, at: tuple[int, int]) -> None:
     """out [n, c] = dx of work's rows and the vocabulary's columns from `at` on.
 
-    weight [c, H] is head.weight from that column on, in the compute dtype.
+    weight [c, H] is head.weight from that column on, in the compute dtype. With work.kept, what
+    is written past so many rows means nothing.
     """
     start, column_start = at
     tile = tile_for(out.device, head.compute_dtype)
@@ -222,6 +225,7 @@ def dlogits(head: Head, work: Rows, weight: Tensor, out: Tensor, at: tuple[int, 
             head.softcap,
             temperature,
             work.rows,
+            work.kept,
             work.saved.action_ids,
             work.saved.max,
             work.saved.log_sum,

@@ -1,0 +1,86 @@
+"""Order and memory of pass 2: what is launched before the rows are counted, and where sums lie."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from kernels.head_cases import Case, assert_right, make_case
+from ratio_kl.host_copy import HostCopy
+from ratio_kl.ops import triton_backend, triton_gradients, triton_products
+from ratio_kl.ops.contract import Needs, Saved, Want
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+N, V, H = 130, 600, 40
+"""Three row tiles of 64 and ten column tiles, both with a tail."""
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}
+"""A rounding of the inputs' dtype, twice: dx and the gradient."""
+
+
+def with_rows(case: Case, kept: int) -> Case:
+    """A gradient in `kept` rows, spread over all."""
+    rows = torch.arange(N, device=DEVICE) * kept // N
+    first = torch.cat([rows.new_ones(1), rows.diff()]) > 0 if kept else rows < 0
+    grads = torch.where(first, 1 + torch.arange(N, device=DEVICE) / N, 0)
+    assert int((grads != 0).sum()) == kept
+    return case._replace(grad_logps=grads, grad_entropies=None)
+
+
+def backward(case: Case, needs: Needs, done=None):
+    scores = triton_backend.forward(case.head, case.ids, case.mask, want=Want(entropy=False))
+    saved = Saved(case.ids, scores.logps, scores.max, scores.log_sum, scores.entropies)
+    return triton_backend.backward(
+        case.head, saved, case.grad_logps, None, needs=needs, hidden_done=done
+    )
+
+
+# One block; a first block of all rows' width and wider ones for the few rows; rows cut too.
+@pytest.mark.parametrize("chunk_bytes", [2**20, 40_000, 1])
+@pytest.mark.parametrize("kept", [0, 1, 65, N - 1, N])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_any_number_of_rows(dtype, kept, chunk_bytes):
+    case = make_case(N, V, H, dtype=dtype, chunk_bytes=chunk_bytes, device=DEVICE)
+    assert_right(with_rows(case, kept), tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("hidden", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("needs", [Needs(True, True, False), Needs(False, True, False)], ids=str)
+@pytest.mark.parametrize("early", [False, True], ids=["at the end", "handed over early"])
+def test_the_device_has_work_while_the_host_waits(monkeypatch, hidden, needs, early):
+    """Where d_hidden, written last, can hold the rows meanwhile: of their dtype and needed."""
+    events = []
+    launch, wait = triton_gradients.dlogits, HostCopy.wait
+    monkeypatch.setattr(
+        triton_gradients, "dlogits", lambda *args: (events.append("dx"), launch(*args))
+    )
+    monkeypatch.setattr(HostCopy, "wait", lambda self: (events.append("wait"), wait(self))[1])
+    case = with_rows(make_case(N, V, H, device=DEVICE), kept=7)
+    case = case._replace(head=dataclasses.replace(case.head, hidden=case.head.hidden.to(hidden)))
+    backward(case, needs, done=(lambda gradient: None) if early else None)
+    fits = hidden == torch.float32 and needs.hidden and not early
+    assert events[: 2 if fits else 1] == (["dx", "wait"] if fits else ["wait"])
+    assert events.count("dx") >= 1
+
+
+# The last of the blocks of 64 columns has 24; the sum of 9 rows in fp32 takes as much as 18.
+@pytest.mark.parametrize(("rows", "lies_there"), [(9, True), (N, False)])
+def test_the_sum_of_d_hidden_lies_in_d_weight_where_its_last_block_is_large_enough(
+    monkeypatch, rows, lies_there
+):
+    sums = []
+    made = triton_products._Sum.__init__
+
+    def recorded(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        sums.append(self)
+
+    monkeypatch.setattr(triton_products._Sum, "__init__", recorded)
+    case = make_case(rows, V, H, dtype=torch.bfloat16, chunk_bytes=2 * rows * 64, device=DEVICE)
+    case = case._replace(grad_logps=torch.ones(rows, device=DEVICE), grad_entropies=None)
+    gradients = assert_right(case, tolerance=TOLERANCE[torch.bfloat16])[1]
+    (of_hidden,) = (each for each in sums if each.out.shape[0] == rows)
+    memory = gradients.weight.untyped_storage().data_ptr()
+    assert of_hidden.buffer is not None
+    assert (of_hidden.buffer.untyped_storage().data_ptr() == memory) == lies_there
