@@ -91,7 +91,8 @@ def assert_follows(ours: Tensor, steps: int, device: str) -> None:
         run(full_logits(CONFIG, order), steps, device, lambda step: None)
         for order in (order, order.flip(0))
     )
-    assert wanted[-200:].mean() < wanted[:200].mean() / 2, "nothing was learned"
+    fifth = steps // 5
+    assert wanted[-fifth:].mean() < 0.6 * wanted[:fifth].mean(), "nothing was learned"
     drift = (other - wanted).abs().max().item()
     off = (ours - wanted).abs().max().item()
     # Two runs each have their own drift: five times one of them is far from any mistake.

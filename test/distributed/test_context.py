@@ -351,12 +351,12 @@ def test_what_a_call_sends(ranks):
     sums = ("all_gather_into_tensor", (B,), "torch.float64")
     kept = ("all_reduce", (), "torch.int64")
     expected = {
-        ("dapo", "token", 0.0): ([counts, sums, _metrics(8)], []),
-        ("dapo", "token", 0.1): ([counts, sums, kept, _metrics(8)], []),
-        ("grpo", "sequence", 0.0): ([counts, sums, sums, _metrics(4), _metrics(5 * B)], [sums]),
-        ("sapo", "sequence_token", 0.0): ([counts, sums, sums, _metrics(8)], []),
-        ("cispo", "sequence", 0.0): ([counts, sums, sums, _metrics(4), _metrics(5 * B)], []),
-        ("vespo", "token", 0.0): ([counts, sums, sums, _metrics(8)], []),
+        ("dapo", "token", 0.0): ([counts, sums, _metrics(7)], []),
+        ("dapo", "token", 0.1): ([counts, sums, kept, _metrics(7)], []),
+        ("grpo", "sequence", 0.0): ([counts, sums, sums, _metrics(4), _metrics(4 * B)], [sums]),
+        ("sapo", "sequence_token", 0.0): ([counts, sums, sums, _metrics(7)], []),
+        ("cispo", "sequence", 0.0): ([counts, sums, sums, _metrics(4), _metrics(4 * B)], []),
+        ("vespo", "token", 0.0): ([counts, sums, sums, _metrics(7)], []),
     }
     cases = []
     for loss_type, level, coefficient in expected:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.head_cases import Case, make_case
+from ratio_kl.kernels.tiles import tile_for
 from ratio_kl.ops import torch_backend, triton_backend, triton_products
 from ratio_kl.ops.contract import Needs, Saved, Want
 from ratio_kl.ops.sharding import sharding_of
@@ -13,8 +14,9 @@ from ratio_kl.ops.sharding import sharding_of
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-N, V, H = 70, 130, 16
-"""More than one tile of 64 each way."""
+TILE = tile_for(torch.device(DEVICE), torch.bfloat16)
+N, V, H = TILE.rows + 6, 2 * TILE.columns + 2, 16
+"""Two row tiles and three column tiles, of which one block may hold one."""
 BACKENDS = {
     "torch": (torch_backend, torch_backend._RunningGradient, "result", "sum"),
     "triton": (triton_backend, triton_products._Sum, "out", "buffer"),
@@ -31,7 +33,7 @@ def backward(module, case: Case, chunk_bytes: int, done) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", [N, 200], ids=["more columns", "more rows"])
+@pytest.mark.parametrize("rows", [N, V + 70], ids=["more columns", "more rows"])
 @pytest.mark.parametrize("chunk_bytes", [1, 2**28], ids=["many blocks", "one block"])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_before_the_last_product_of_the_weights_gradient(

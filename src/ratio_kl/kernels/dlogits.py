@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .primitives import (
+    ALIGNED,
     LOG2E,
     modified_logits,
     product_gradient,
@@ -60,7 +61,7 @@ def logits_gradient(
     return dz
 
 
-@triton.jit(do_not_specialize=["start", "column_start", "N"])
+@triton.jit(do_not_specialize=["start", "column_start", "space", "N"])
 def dlogits_kernel(
     hidden,
     weight,
@@ -70,7 +71,7 @@ def dlogits_kernel(
     softcap_ptr,
     temperature_ptr,
     rows_ptr,
-    count_ptr,
+    kept_ptr,
     ids_ptr,
     max_ptr,
     log_sum_ptr,
@@ -79,6 +80,7 @@ def dlogits_kernel(
     grad_entropies_ptr,
     start,
     column_start,
+    space,
     N,
     V,
     H,
@@ -99,8 +101,11 @@ def dlogits_kernel(
     WEIGHT_TMA: tl.constexpr,
     OUT_TMA: tl.constexpr,
 ):
-    if count_ptr is not None:
-        N = tl.load(count_ptr)
+    if kept_ptr is not None:
+        # The host does not know N yet: as many columns as fit, by blocks.fitting_columns.
+        N = tl.load(kept_ptr)
+        V = tl.minimum(V, space // tl.maximum(N, 1) // BLOCK_V * BLOCK_V).to(tl.int32)
+        stride_on = tl.cdiv(V, ALIGNED) * ALIGNED
     row_tiles = tl.cdiv(N, BLOCK_N)
     column_tiles = tl.cdiv(V, BLOCK_V)
     tiles = row_tiles * column_tiles

@@ -13,6 +13,8 @@ from .tiles import has_descriptors
 LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for -inf where a difference of logits is formed: exp of it is 0, and 0 times it is 0.
 LOWEST = tl.constexpr(-1e4)
+# Lines of a block of dx begin at multiples of so many elements.
+ALIGNED = tl.constexpr(64)
 # Terms of one running sum of fp32 products; a multiple of every tile's depth.
 LONGEST_SUM = tl.constexpr(128)
 

@@ -111,6 +111,11 @@ def _busy_part(side: Side, most: int, tiles_beside: int, programs: int) -> int:
     return min(sorted(sizes, reverse=True), key=cost)
 
 
+def fitting_columns(space: int, rows: int, vocab_size: int, step: int) -> int:
+    """Columns of a block of so many rows for which memory of `space` elements is enough."""
+    return min(vocab_size, space // rows // step * step)
+
+
 def even_part(total: int, most: int, step: int) -> int:
     """Length of even parts of `total`: a multiple of `step`, at most `most` or else one step."""
     parts = -(-total // (max(most // step, 1) * step))

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.primitives import ALIGNED
 from ..kernels.tiles import programs, tile_for
-from .blocks import Plan, Side, plan
+from .blocks import Plan, Side, fitting_columns, plan
 from .contract import Gradients, Head, HiddenDone, Needs, Saved
 from .triton_launch import Rows, dlogits, gather_rows
 from .triton_products import Products, gradient_dtype
@@ -31,23 +32,27 @@ class _Ahead(NamedTuple):
     """[N, H], to be written last: the rows' copy lies there."""
     hidden: Tensor
     """[N, H]: begins with the rows."""
-    columns: int
-    """dx of the first so many is in the block's memory, N lines of which n hold something."""
+    most_columns: int
+    """The block's memory holds dx of as many of these as fit there beside each other."""
 
 
 class _Space:
     """Memory for one block of dx at a time."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        self._memory = like.new_empty(0, dtype=dtype)
+        self.memory = like.new_empty(0, dtype=dtype)
+
+    def flat(self, elements: int) -> Tensor:
+        """So many elements, or more. It is the last block's memory if that is enough."""
+        if self.memory.numel() < elements:
+            self.memory = self.memory.new_empty(0)  # free before more is taken
+            self.memory = self.memory.new_empty(elements)
+        return self.memory
 
     def block(self, rows: int, columns: int) -> Tensor:
-        """[rows, columns], each row aligned. It is the last block's memory if that is enough."""
-        width = -(-columns // 64) * 64
-        if self._memory.numel() < rows * width:
-            self._memory = self._memory.new_empty(0)  # free before more is taken
-            self._memory = self._memory.new_empty(rows * width)
-        return self._memory[: rows * width].view(rows, width)[:, :columns]
+        """[rows, columns], each row aligned."""
+        width = -(-columns // ALIGNED.value) * ALIGNED.value
+        return self.flat(rows * width)[: rows * width].view(rows, width)[:, :columns]
 
 
 def gradients(
@@ -99,9 +104,10 @@ def _start(head: Head, saved: Saved, listed: Listed, needs: Needs, space: _Space
     hidden = d_hidden.view(-1).view(dtype)[: N * H].view(N, H)
     gather_rows(head.hidden, listed.rows, listed.kept, hidden)
     work = Rows(hidden, listed.kept, saved, listed.grads, listed.rows, None, 1.0, None)
-    columns = min(blocks.columns, head.vocab_size)
-    dlogits(head, work, head.weight[:columns].to(dtype), space.block(N, columns), (0, 0))
-    return _Ahead(d_hidden, hidden, columns)
+    # Of a weight that is converted, no more than what the budget has room for.
+    most = head.vocab_size if head.weight.dtype == dtype else min(blocks.columns, head.vocab_size)
+    dlogits(head, work, head.weight[:most].to(dtype), space.flat(N * blocks.columns), (0, 0))
+    return _Ahead(d_hidden, hidden, most)
 
 
 def _blocks(
@@ -139,10 +145,13 @@ def _sum_blocks(
     hidden_done: HiddenDone | None = None,
 ) -> Gradients:
     """Walk the blocks and add up what each gives."""
-    n, N = work.hidden.shape[0], head.hidden.shape[0]
+    n, first, memory = work.hidden.shape[0], 0, None
+    if ahead is not None:
+        step = tile_for(head.hidden.device, head.compute_dtype).columns
+        first = fitting_columns(space.memory.numel(), n, ahead.most_columns, step)
+        memory = ahead.d_hidden
     # A gradient of hidden that is fp32 anyway is the sum that may span all blocks.
     early = hidden_done is not None
-    first, memory = (0, None) if ahead is None else (ahead.columns, ahead.d_hidden)
     blocks = _blocks(head, n, needs, first, hidden_first=early)
     hidden_dtype = torch.float32 if early else gradient_dtype(head.hidden, needs)
     products = Products(head, work, needs, blocks, hidden_dtype=hidden_dtype, memory=memory)
@@ -150,7 +159,7 @@ def _sum_blocks(
     for rows, columns in blocks.walk(n, head.vocab_size):
         weight = head.weight[columns].to(head.compute_dtype)
         if columns.stop == first:
-            dx = space.block(N, first)[:n]
+            dx = space.block(n, first)
         else:
             dx = space.block(blocks.rows, blocks.columns)
             dx = dx[: rows.stop - rows.start, : columns.stop - columns.start]

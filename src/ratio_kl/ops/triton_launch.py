@@ -205,13 +205,14 @@ def merge(head: Head, part: Part, ids: Tensor, scores: Scores) -> None:
 def dlogits(head: Head, work: Rows, weight: Tensor, out: Tensor, at: tuple[int, int]) -> None:
     """out [n, c] = dx of work's rows and the vocabulary's columns from `at` on.
 
-    weight [c, H] is head.weight from that column on, in the compute dtype. With work.kept, what
-    is written past so many rows means nothing.
+    weight [c, H] is head.weight from that column on, in the compute dtype. With work.kept, out is
+    flat memory for a block of the first columns, as many as `fitting_columns` says.
     """
     start, column_start = at
     tile = tile_for(out.device, head.compute_dtype)
-    hidden = work.hidden[start : start + out.shape[0]]
-    hidden_tma, weight_tma, out_tma = map(fits_descriptor, (hidden, weight, out))
+    hidden = work.hidden if out.dim() == 1 else work.hidden[start : start + out.shape[0]]
+    hidden_tma, weight_tma = fits_descriptor(hidden), fits_descriptor(weight)
+    out_tma = out.dim() == 2 and fits_descriptor(out)
     temperature = head.inverse_temperature
     call(
         dlogits_kernel,
@@ -233,7 +234,9 @@ def dlogits(head: Head, work: Rows, weight: Tensor, out: Tensor, at: tuple[int, 
             *work.grads,
             start,
             column_start,
-            *out.shape,
+            out.numel() if out.dim() == 1 else 0,
+            hidden.shape[0],
+            weight.shape[0],
             hidden.shape[1],
             *hidden.stride(),
             *weight.stride(),

@@ -128,7 +128,7 @@ class Products:
             head.weight.shape, dtype=gradient_dtype(head.weight, self._needs)
         )
         out[self._vocab_size :].zero_()
-        lines = self._vocab_size if blocks.rows_outermost else blocks.widest
+        lines = self._vocab_size if blocks.rows_outermost else min(blocks.widest, self._vocab_size)
         buffer = self._buffer(out, lines, one_part=blocks.rows >= self._n)
         return _Sum(out, buffer, spans=blocks.rows_outermost)
 
