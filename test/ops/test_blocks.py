@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratio_kl.ops.blocks import Side, even_part, plan
+from ratio_kl.ops.blocks import Plan, Side, even_part, fitting_columns, plan
 
 ROW_STEP, COLUMN_STEP = 128, 256
 
@@ -51,3 +51,26 @@ def test_parts_leave_few_programs_idle():
 )
 def test_even_part(total, most, step, part):
     assert even_part(total, most, step) == part
+
+
+# As many rows as a block was made for, fewer, one; a vocabulary that fits and one that does not.
+@pytest.mark.parametrize("rows", [4096, 4095, 409, 1])
+@pytest.mark.parametrize("vocab_size", [128_256, 131, 1])
+def test_fitting_columns_fill_the_memory_and_no_more(rows, vocab_size):
+    step, space = 256, 4096 * 14_336
+    columns = fitting_columns(space, rows, vocab_size, step)
+    aligned = -(-columns // 64) * 64
+    assert 0 < columns <= vocab_size
+    assert rows * aligned <= space
+    assert columns == vocab_size or rows * (columns + step) > space
+
+
+def test_a_first_block_of_its_own_width_is_followed_by_the_plans():
+    made = Plan(rows=2, columns=3, rows_outermost=False, first=4)
+    blocks = list(made.walk(4, 9))
+    assert blocks[0] == (slice(0, 4), slice(0, 4))
+    assert blocks[1:] == [
+        (r, c) for c in (slice(4, 7), slice(7, 9)) for r in (slice(0, 2), slice(2, 4))
+    ]
+    assert made.widest == 4
+    assert made._replace(first=0).widest == 3

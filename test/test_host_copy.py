@@ -1,0 +1,32 @@
+"""Numbers that travel to the host: on the CPU at once, from a GPU behind what it has to do."""
+
+import pytest
+import torch
+
+from ratio_kl.host_copy import Mailbox
+
+
+def test_on_the_cpu_they_are_here() -> None:
+    sent = Mailbox(2).send(torch.tensor([3, 5], dtype=torch.int32))
+    assert sent.has_arrived()
+    assert sent.wait() == [3, 5]
+    assert Mailbox(2).send(torch.tensor(0.5, dtype=torch.float64)).wait() == [0.5]
+
+
+@pytest.mark.gpu
+def test_from_a_gpu_they_arrive_in_order_and_hold_their_values() -> None:
+    """Two in the air at once; a third takes the first one's place."""
+    mailbox = Mailbox(2)
+    busy = torch.randn(8192, 8192, device="cuda")
+    numbers = torch.zeros(2, device="cuda", dtype=torch.float64)
+    for _ in range(8):
+        busy = busy @ busy  # about 0.2 s, which the host does not wait for
+    first = mailbox.send(numbers + 1)
+    second = mailbox.send((numbers + 2).int())
+    assert not first.has_arrived()
+    assert second.wait() == [2, 2]
+    assert first.has_arrived()
+    assert first.wait() == [1.0, 1.0]
+    third = mailbox.send(torch.tensor(7, device="cuda"))
+    assert third.wait() == [7]
+    assert second.wait() == [2, 2]
