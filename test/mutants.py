@@ -441,6 +441,7 @@ TESTS = {
     "objective/stash.py": ("test_module.py",),
     "objective/exchange.py": ("distributed/test_loss.py",),
     "objective": (
+        "objective/test_surrogate.py",
         "properties/test_loss.py",
         "objective/test_inputs.py",
         "objective/test_metrics.py",

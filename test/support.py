@@ -321,6 +321,7 @@ POLICY_CASES = [
     PolicyCase(_CLIP | {"delta": 1.4}, 1.5, -2.0, 2.8, 0.0),
     PolicyCase(_CLIP | {"delta": 1.4}, 1.3, -2.0, 2.6, 2.6),
     PolicyCase(_CLIP | {"delta": 1.4}, 1.5, 2.0, -2.56, 0.0),
+    PolicyCase(_CLIP | {"delta": 1.4}, 0.5, -2.0, 1.6, 0.0),
     PolicyCase(_CLIP | {"delta": 1.05}, 1.1, 2.0, -2.1, 0.0),
     PolicyCase(_CLIP | {"delta": 1.05}, 1.1, -2.0, 2.2, 2.2),
     PolicyCase(_CLIP | {"delta": 1.0}, 1.0, 2.0, -2.0, -2.0),

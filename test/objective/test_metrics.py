@@ -113,10 +113,12 @@ def test_what_counts_as_clipped(options: dict, low: float, high: float) -> None:
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("q", [0.5, 1.0])
-def test_no_active_token(loss_type: str, q: float) -> None:
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_no_active_token(loss_type: str, level: str, q: float) -> None:
     # Every completion masked: loss and gradients 0 and never NaN (unsloth-zoo#1286, A06; A07).
     config = RatioKLConfig(
         loss_type=loss_type,
+        importance_sampling_level="token" if loss_type == "vespo" else level,
         epsilon_high=1.3,
         max_completion_length=4,
         beta=0.1,
