@@ -23,7 +23,7 @@ CASES = [
 ]
 
 
-def drawn(seed, loss_type, level):
+def drawn(seed, loss_type, level, **sizes):
     """(constructor's options, batch, call's options), each option at a random value."""
     pick = random.Random(seed).choice
     clips = loss_type not in ("cispo", "sapo", "vespo")
@@ -46,7 +46,7 @@ def drawn(seed, loss_type, level):
         "vespo_k_neg": pick([3.0, 1.5]),
         "vespo_lambda_neg": pick([2.0, 0.0]),
     }
-    batch = Batch(full=loss_type == "luspo")  # luspo: Liger lets padding in (below)
+    batch = Batch(full=loss_type == "luspo", **sizes)  # luspo: Liger lets padding in (below)
     call = {
         "bias": pick([None, batch.bias]),
         "old_per_token_logps": pick([None, batch.old, batch.old]),
@@ -236,6 +236,18 @@ def test_it_equals_liger_on_the_gpu(loss_type, level):
     compiled = (loss_type, level) in (("dapo", "token"), ("grpo", "sequence"))
     theirs = outcome(liger.LigerFusedLinearGRPOLoss(compiled=compiled, **options), batch, call)
     assert_same(outcome(LigerFusedLinearGRPOLoss(**options), batch, call), theirs, 1e-4, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("loss_type", "level"), CASES)
+def test_it_equals_liger_on_the_gpu_at_any_options(loss_type, level):
+    """6 random settings of all options at 6 x 100 tokens and 5000 columns."""
+    for seed in range(6):
+        sizes = {"T": 100, "H": 256, "V": 5000, "device": "cuda"}
+        options, batch, call = drawn(f"{seed}{loss_type}{level}", loss_type, level, **sizes)
+        theirs = outcome(liger.LigerFusedLinearGRPOLoss(compiled=False, **options), batch, call)
+        assert_same(outcome(LigerFusedLinearGRPOLoss(**options), batch, call), theirs, 1e-4, 1)
 
 
 @pytest.mark.gpu
