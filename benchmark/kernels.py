@@ -6,7 +6,6 @@ each is a median.
 """
 
 import argparse
-import random
 import shlex
 import sys
 from collections.abc import Callable
@@ -18,6 +17,8 @@ from torch import Tensor
 
 from ratio_kl.ops import triton_backend, triton_logits
 from ratio_kl.ops.contract import DEFAULT_CHUNK_BYTES, Head, LogitsSaved, Needs, Saved, Scores, Want
+
+from .measure import interleaved
 
 SHAPES = ((8192, 4096, 131072), (32768, 2048, 151936), (16384, 3584, 152064), (4096, 8192, 128256))
 SMALL = tuple((N, 4096, V) for V in (32000, 131072) for N in (256, 512, 1152, 2048))
@@ -65,19 +66,13 @@ def sparse(step: Step, active: float, nonzero: float) -> Step:
     return step._replace(mask=mask, grads=step.grads * (draw < active * nonzero))
 
 
-def times(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median milliseconds of each, taken in turns in random order after two warm-up rounds."""
-    taken: dict[str, list[float]] = {name: [] for name in functions}
-    for turn in range(rounds + 2):
-        for name in random.sample(list(functions), len(functions)):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            functions[name]()
-            end.record()
-            end.synchronize()
-            if turn >= 2:
-                taken[name].append(begin.elapsed_time(end))
-    return {name: sorted(values)[len(values) // 2] for name, values in taken.items()}
+def times(functions: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+    """Median milliseconds of each, taken in turns in random order behind a steady load."""
+    steps = {name: lambda _, f=function: f() for name, function in functions.items()}
+    for function in functions.values():
+        function()
+    timings = interleaved(steps, torch.device("cuda"), seconds)
+    return {name: timing.median for name, timing in timings.items()}
 
 
 def extra_bytes(function: Callable[[], Any]) -> int:
@@ -136,7 +131,7 @@ def errors(step: Step, rows: int = 1024) -> dict[str, float]:
     }
 
 
-def shape_table(N: int, H: int, V: int, rounds: int) -> None:
+def shape_table(N: int, H: int, V: int, seconds: float) -> None:
     """One shape: each variant's time in ms and mm, extra memory, errors."""
     step = make_step(N, H, V, torch.bfloat16)
     head = step.head
@@ -153,7 +148,7 @@ def shape_table(N: int, H: int, V: int, rounds: int) -> None:
         "... half inactive, q = 0.2": entropy_masked.both,
         "... frozen weight": lambda: step.both(FROZEN),
     }
-    measured = times(variants, rounds)
+    measured = times(variants, seconds)
     memory = {name: extra_bytes(f) for name, f in variants.items() if name != "mm"}
     print(f"\nN={N} H={H} V={V} bf16; 1 mm = {measured['mm']:.2f} ms")
     for name, extra in memory.items():
@@ -161,11 +156,11 @@ def shape_table(N: int, H: int, V: int, rounds: int) -> None:
         print(f"  {name:42s} {ms:8.2f} ms {ms / measured['mm']:6.3f} mm  +{extra / 2**20:6.0f} MiB")
     print("  errors:", ", ".join(f"{name} {error:.1e}" for name, error in errors(step).items()))
     in_fp16 = make_step(N, H, V, torch.float16)
-    measured = times({"bf16": step.both, "fp16": in_fp16.both}, rounds)
+    measured = times({"bf16": step.both, "fp16": in_fp16.both}, seconds)
     print(f"  fp16 forward + backward: {measured['fp16'] / measured['bf16']:.3f} of bf16's time")
 
 
-def small_table(rounds: int) -> None:
+def small_table(seconds: float) -> None:
     """Kernel time of the forward for few rows, from graph replays."""
     print("\nsmall N, kernel time of the forward")
     for N, H, V in SMALL:
@@ -176,13 +171,13 @@ def small_table(rounds: int) -> None:
                 "mm": graph_of(lambda h=hidden, w=weight: torch.mm(h, w.T)),
                 "forward": graph_of(lambda s=step: s.forward(with_entropy=False)),
             },
-            4 * rounds,
+            seconds,
         )
         ratio = measured["forward"] / measured["mm"]
         print(f"  N={N:5d} H={H} V={V:6d}: mm {measured['mm']:.3f} ms, forward {ratio:.3f} mm")
 
 
-def logits_table(rounds: int, B: int = 16, T: int = 512, V: int = 131072) -> None:
+def logits_table(seconds: float, B: int = 16, T: int = 512, V: int = 131072) -> None:
     """ratio_kl on logits that exist, against eager PyTorch in float32 and in their own dtype."""
     policy, ref = (torch.randn(B, T, V, device="cuda", dtype=torch.float16) for _ in range(2))
     ids = torch.randint(V, (B, T), device="cuda")
@@ -205,7 +200,7 @@ def logits_table(rounds: int, B: int = 16, T: int = 512, V: int = 131072) -> Non
         "eager forward, float32": lambda: eager(torch.float32),
         "eager forward, float16": lambda: eager(torch.float16),
     }
-    measured = times(variants, rounds)
+    measured = times(variants, seconds)
     print(f"\nratio_kl on logits, B={B} T={T} V={V} fp16: two tensors read, or one and one written")
     inputs = torch.cuda.memory_allocated()
     for name, ms in measured.items():
@@ -216,7 +211,7 @@ def logits_table(rounds: int, B: int = 16, T: int = 512, V: int = 131072) -> Non
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.kernels", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each table")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of rounds for each table")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -227,10 +222,10 @@ def main() -> int:
         f"Python {sys.version.split()[0]}; python -m benchmark.kernels {shlex.join(sys.argv[1:])}"
     )
     for shape in SHAPES[: arguments.shapes]:
-        shape_table(*shape, arguments.rounds)
+        shape_table(*shape, arguments.seconds)
         torch.cuda.empty_cache()
-    small_table(arguments.rounds)
-    logits_table(arguments.rounds)
+    small_table(arguments.seconds)
+    logits_table(arguments.seconds)
     return 0
 
 

@@ -43,8 +43,17 @@ def fits_descriptor(matrix: Tensor) -> bool:
 
 
 def tile_source(matrix: Tensor, block: list[int], by_descriptor: bool) -> Any:
-    """What a kernel reads or writes tiles of `matrix` through: a descriptor, or its pointer."""
-    return TensorDescriptor.from_tensor(matrix, block) if by_descriptor else matrix
+    """What a kernel reads or writes tiles of `matrix` through: a descriptor, or its pointer.
+
+    by_descriptor: the matrix fits one. The descriptor's own look at that would take longer than
+    all else that a launch does with it.
+    """
+    if not by_descriptor:
+        return matrix
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.base, descriptor.block_shape = matrix, block
+    descriptor.shape, descriptor.strides = list(matrix.shape), list(matrix.stride())
+    return descriptor
 
 
 @triton.jit

@@ -43,13 +43,13 @@ def call(
         argument = given[place]
         if argument is None:
             key.append(None)
-        elif isinstance(argument, Tensor):
-            given[place] = address = argument.data_ptr()
-            key += (argument.dtype, address % 16 == 0)
-        elif isinstance(argument, int):
+        elif type(argument) is int:
             key.append(-(2**31) <= argument < 2**31)
             if specialised:
                 key.append((argument == 1, argument % 16 == 0))
+        elif isinstance(argument, Tensor):
+            given[place] = address = argument.data_ptr()
+            key += (argument.dtype, address % 16 == 0)
         else:
             key += (argument.base.dtype, *argument.block_shape)
     key += constants.values()
@@ -68,9 +68,9 @@ def call(
 
 def _is_watched() -> bool:
     """Whether a profiler wants to be told of launches."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     # A chain of hooks, or in older releases one hook or None.
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
 
 
 def _specialised(function: Any, kernel: Any) -> tuple[bool, ...]:
