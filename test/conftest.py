@@ -4,6 +4,7 @@ import os
 import zlib
 from collections.abc import Callable
 from functools import wraps
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -32,12 +33,16 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if HAS_GPU:
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none here")
+    reasons = {}
+    if not HAS_GPU:
+        reasons["gpu"] = "needs a CUDA GPU, and torch sees none here"
+    else:
+        reasons["interpreter"] = "needs a machine without a GPU: here kernels run on that"
+    if find_spec("triton") is None:
+        reasons["interpreter"] = "needs the package triton"
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        for marker in reasons.keys() & item.keywords:
+            item.add_marker(pytest.mark.skip(reason=reasons[marker]))
 
 
 @pytest.fixture(autouse=True)

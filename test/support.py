@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,6 +12,9 @@ from ratio_kl.config import RatioKLConfig
 from ratio_kl.reference import reference_logprob, reference_loss
 
 PER_TOKEN_OUTPUTS = ("logps", "entropies", "ratio", "kl", "low_clipped", "high_clipped", "phi")
+
+BACKENDS = ("torch", pytest.param("triton", marks=pytest.mark.interpreter))
+"""The backends on CPU tensors, for parametrize."""
 
 FLOAT64_TOLERANCE = 1e-10
 """Two orders of summation in float64 differ by about 1e-14 here; 1e-10 still sees any mistake."""

@@ -11,7 +11,7 @@ from compat.liger_cases import Batch, liger, their_loss
 from compat.signatures import assert_same_call
 from ratio_kl.compat.liger import LigerFusedLinearGRPOLoss, from_liger
 from ratio_kl.config import LOSS_TYPES, RatioKLConfig
-from support import relative_error
+from support import BACKENDS, relative_error
 
 TOLERANCE = 2e-5
 """Both are float32 and sum in another order."""
@@ -198,11 +198,9 @@ def test_references_too_many_and_too_few():
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, under Triton's interpreter
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_it_compiles_as_one_graph(backend):
     """Liger's own does not. Gradients made in forward cannot be traced, so they are not made."""
-    if backend == "triton":
-        pytest.importorskip("triton")
     options = {"backend": backend, "grads": "backward", "importance_sampling_level": "sequence"}
     loss_fn = LigerFusedLinearGRPOLoss(**options)
     batch = Batch()

@@ -5,7 +5,7 @@ import torch
 
 from compat.signatures import assert_same_call
 from ratio_kl.compat.liger import LigerFusedLinearScaledCrossEntropyFunction as Ours
-from support import FLOAT32_TOLERANCE, assert_close, relative_error
+from support import BACKENDS, FLOAT32_TOLERANCE, assert_close, relative_error
 
 IGNORED = -100
 CHOSEN = [7, 0, 299, 7]
@@ -136,11 +136,9 @@ def test_a_temperature_a_token_is_refused():
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, under Triton's interpreter
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_it_compiles_as_one_graph(backend):
     """Liger's own does not. A chosen id out of range gives NaN there: nothing can be read."""
-    if backend == "triton":
-        pytest.importorskip("triton")
     *leaves, target = head()
 
     def call(hidden, weight, target, chosen):

@@ -5,7 +5,7 @@ import torch
 
 from compat.signatures import assert_same_call
 from ratio_kl.compat.rl_kernel import linear_logp, ratio_kl
-from support import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, assert_close
+from support import BACKENDS, FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, assert_close
 
 
 def documented_linear_logp(
@@ -116,10 +116,8 @@ def test_a_group_must_be_one():
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, under Triton's interpreter
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_they_compile_as_one_graph(backend):
-    if backend == "triton":
-        pytest.importorskip("triton")
     hidden, weight = torch.randn(2, 5, 8, requires_grad=True), torch.randn(70, 8)
     ids, mask = torch.randint(70, (2, 5)), torch.rand(2, 5) < 0.6
 

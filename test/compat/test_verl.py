@@ -9,7 +9,7 @@ from benchmark.rivals.verl import import_alone
 from compat.signatures import assert_same_call
 from ratio_kl import linear_logprob
 from ratio_kl.compat.verl import linear_cross_entropy
-from support import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, assert_close, relative_error
+from support import BACKENDS, FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, assert_close, relative_error
 
 KERNEL = "verl.utils.kernel.linear_cross_entropy"
 
@@ -132,10 +132,8 @@ def test_what_it_refuses(changes, complaint):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, under Triton's interpreter
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_it_compiles_as_one_graph(backend):
-    if backend == "triton":
-        pytest.importorskip("triton")
     hidden, weight, labels = head(1, 10)
 
     def call(*args):

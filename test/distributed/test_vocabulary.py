@@ -18,6 +18,7 @@ from cases.meter import metered
 from distributed.groups import group_of, quiet_numpy, recorded_collectives
 from ratio_kl import FusedLinearRatioKLLoss, RatioKLConfig, linear_logprob, linear_ratio_kl
 from support import (
+    BACKENDS,
     FLOAT64_TOLERANCE,
     Problem,
     Result,
@@ -186,7 +187,7 @@ def statistics_on_ranks(rank, size, cut, hidden, weight, ids, mask, backend):
         )
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_statistics(ranks, backend):
     """Every third action is the most probable token; two rows have it twice, on two ranks."""
     cut = SOME_CUT[ranks.size]
@@ -218,7 +219,10 @@ def whole_scores(hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, .
 
 @pytest.mark.parametrize(
     ("backend", "dtype", "tolerance"),
-    [("torch", torch.float64, FLOAT64_TOLERANCE), ("triton", torch.float32, 2e-5)],
+    [
+        ("torch", torch.float64, FLOAT64_TOLERANCE),
+        pytest.param("triton", torch.float32, 2e-5, marks=pytest.mark.interpreter),
+    ],
     ids=["torch", "triton"],
 )
 def test_a36_every_action_on_any_one_rank(ranks, backend, dtype, tolerance):
@@ -271,7 +275,7 @@ def minus_infinite_on_ranks(rank, size, cut, hidden, weight, bias, ids, backend)
     return *(score.detach() for score in scores[:2]), hidden.grad, own.grad
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a04_ranks_whose_logits_are_all_minus_infinity(ranks, backend):
     """The finite logit on any rank: exp(-inf - -inf) gave NaN (Dao-AILab/flash-attention#1930)."""
     hidden, weight = torch.randn(5, 4), torch.randn(V, 4, requires_grad=True)
@@ -649,6 +653,7 @@ def triton_results_on_ranks(rank, size, cases):
 
 
 @TWO
+@pytest.mark.interpreter
 @pytest.mark.parametrize("chunk_bytes", [1, 2**28])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
@@ -694,6 +699,7 @@ def invariance_on_ranks(rank, size, hidden, weight, ids, cut, batches):
     return found
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("ranks", [2, 3], indirect=True)
 def test_a48_a_row_is_bitwise_the_same_in_any_batch(ranks):
     """Alone, in any N, order and mask, at a fixed number of ranks (RL-Kernel#329, trl#4303).

@@ -49,9 +49,9 @@ def test_linear_logprob(head: Head) -> None:
     scored(head, "torch")
 
 
+@pytest.mark.interpreter
 @holds(heads(), few=6)
 def test_linear_logprob_on_triton(head: Head) -> None:
-    pytest.importorskip("triton")
     scored(head, "triton")
 
 
@@ -86,9 +86,9 @@ def test_linear_ratio_kl(head: Head) -> None:
     ratio_is_right(head, "torch")
 
 
+@pytest.mark.interpreter
 @holds(CALM.filter(lambda h: torch.float64 not in (h.hidden_dtype, h.weight_dtype)), few=6)
 def test_linear_ratio_kl_on_triton(head: Head) -> None:
-    pytest.importorskip("triton")
     ratio_is_right(head, "triton")
 
 
@@ -146,9 +146,9 @@ def test_ratio_kl(head: Head) -> None:
     logits_are_right(head, "torch")
 
 
+@pytest.mark.interpreter
 @holds(heads(), few=6)
 def test_ratio_kl_on_triton(head: Head) -> None:
-    pytest.importorskip("triton")
     logits_are_right(head, "triton")
 
 

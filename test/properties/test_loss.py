@@ -74,7 +74,7 @@ def test_loss_with_gradients_made_in_forward(drawn: Loss) -> None:
     loss_is_right(drawn, 1e-11, grads="forward")
 
 
+@pytest.mark.interpreter
 @holds(losses(dtypes=(torch.float32,), smooth=True), few=6)
 def test_loss_on_triton(drawn: Loss) -> None:
-    pytest.importorskip("triton")
     loss_is_right(drawn, 2e-5, backend="triton")

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
@@ -69,8 +70,11 @@ def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     guarded: list[Callable[..., Any]] = []
 
     def implementation(*args: Any) -> Any:
+        if not torch.compiler.is_compiling() and get_eval_frame_callback() is None:
+            # No compiler is at work in this thread.
+            return function(*args)
         if not guarded:
-            # At the first call: this imports the compiler, which takes longer than all of torch.
+            # At the first such call: for this imports the compiler.
             guarded.append(torch.compiler.disable(function))
         return guarded[0](*args)
 
