@@ -26,8 +26,8 @@ class FusedLinearRatioKLLoss(nn.Module):
         backend: "torch", "triton", or None for the fastest that can run here. A named backend
             never falls back.
         chunk_bytes: budget of a pass's tiles together, in bytes; default 128 MiB. Beside them: with
-            half-precision leaves one float32 sum of min(N, V) x H, on a GPU a copy of the active
-            rows.
+            half-precision leaves at most one float32 sum of min(N, V) x H; on a GPU, where hidden
+            is frozen or the head is cut, a copy of the rows with a gradient.
         grads: "backward" runs pass 2 in backward; "forward" runs both passes in forward, so that
             nothing of ours reads hidden or weight afterwards (for ZeRO-3), and cannot be compiled
             as one graph.
