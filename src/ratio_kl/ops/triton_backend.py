@@ -105,4 +105,6 @@ def backward(
 
 def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Launch on the tensor's GPU, whichever is current."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
