@@ -66,11 +66,13 @@ def test_one_temperature_for_all_rows(temperature):
     assert_right(with_head(make_case(5, 130, 40, device=DEVICE), inverse_temperature=inverse))
 
 
-# Down to one tile; larger blocks; rows outermost where there are more of them than columns.
+# Down to one tile; larger blocks; rows outermost where there are more of them than columns. Of 130
+# rows some 90 are active and fewer have a gradient: still more than a tile's 64.
 @pytest.mark.parametrize("chunk_bytes", [1, 40_000])
-@pytest.mark.parametrize(("N", "V"), [(70, 130), (70, 40)])
+@pytest.mark.parametrize(("N", "V"), [(130, 140), (130, 40)])
 def test_chunk_bytes_changes_no_score_and_gradients_by_rounding(N, V, chunk_bytes):
     case = make_case(N, V, 40, mask=True, modifiers=("bias", "temperature"), device=DEVICE)
+    assert ((case.grad_logps != 0) | (case.grad_entropies != 0)).sum() > 64
     cut = with_head(case, chunk_bytes=chunk_bytes)
     for whole, part in zip(run(case)[0], run(cut)[0], strict=True):
         assert torch.equal(whole, part)
@@ -112,6 +114,24 @@ def test_strides_and_misaligned_rows_give_bitwise_the_same():
             assert torch.equal(actual, wanted), name
         for actual, wanted in zip(gradients, reference[1], strict=True):
             assert relative_error(actual, wanted) < 1e-6
+
+
+def test_a_block_of_dx_is_the_same_by_pointer_and_nothing_lies_beside_it():
+    """Rows of 192 numbers are stored by descriptor, of 131 by pointer; two and three tiles."""
+    from ratio_kl.ops import triton_launch  # needs Triton, unlike the backend
+
+    case = make_case(70, 130, 40, modifiers=MODIFIERS[:4], device=DEVICE)
+    grads = case.grad_logps, case.grad_entropies
+    saved = saved_of(case, run(case)[0])
+    work = triton_launch.Rows(case.head.hidden, saved, grads, None, None, 1.0, None)
+    blocks = []
+    for width in (192, 131):
+        space = torch.full((72, width), torch.inf, device=DEVICE)
+        triton_launch.dlogits(case.head, work, case.head.weight, space[:70, :130], (0, 0))
+        blocks.append(space[:70, :130].clone())
+        space[:70, :130] = torch.inf
+        assert (space == torch.inf).all()
+    assert relative_error(*blocks) < 1e-6
 
 
 @pytest.mark.parametrize("only", ["hidden", "weight", "bias"])
