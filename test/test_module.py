@@ -224,7 +224,9 @@ def test_the_loss_keeps_its_dtype_whatever_the_coefficients(dtype: torch.dtype) 
     assert run(module(config), given).loss.dtype == torch.float32
 
 
-@pytest.mark.parametrize("temperature", [0.7, 2, torch.full((6,), 0.7), torch.full((6, 1), 0.7)])
+@pytest.mark.parametrize(
+    "temperature", [0.7, 2, torch.tensor(0.7), torch.full((6,), 0.7), torch.full((6, 1), 0.7)]
+)
 def test_a_temperature_in_the_call_overrides_the_configs(temperature) -> None:
     config = config_of(temperature=1.3, entropy_coef=0.1)
     given = problem(8, config)

@@ -12,6 +12,7 @@ import torch
 from kernels.head_cases import (
     ALL,
     MODIFIERS,
+    TOLERANCE,
     Case,
     assert_right,
     expected,
@@ -34,11 +35,13 @@ def with_head(case: Case, **changes) -> Case:
 
 
 # V: one column, less than a tile, a tile less and more one, two tiles and one, many.
-# N: one row, part of a tile, two tiles and one. H: no multiple of the depth 32, of 8, of anything.
+# N: one row, part of a tile, two tiles and one. H: no multiple of the depth 32, of 8, of anything;
+# two of the 128 terms that one sum of fp32 products holds, and some.
 SIZES = [
     *((5, V, H) for V, H in zip((1, 7, 63, 65, 127, 1000), (16, 40, 33, 16, 40, 33), strict=True)),
     *product((1, 129), (129,), (40,)),
     (129, 7, 33),
+    (5, 7, 300),
 ]
 
 
@@ -172,6 +175,26 @@ def test_zero_and_nan_coefficients():
     after = triton_backend.backward(case.head, saved_of(case, scores), grads, None, needs=ALL)
     assert after.hidden[3].isnan().all()
     assert after.hidden[4].isfinite().all()
+
+
+# 70 rows and 130 columns: several tiles each way. fp16's scale stays on the device.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_the_same_without_a_host_read(dtype, entropy, monkeypatch):
+    """What a captured graph runs: all rows, those without a gradient made to give zeros."""
+    from ratio_kl.ops import triton_gradients  # needs Triton, unlike the backend
+
+    case = make_case(
+        70, 130, 40, modifiers=MODIFIERS, mask=True, entropy=entropy, dtype=dtype, device=DEVICE
+    )
+    off = ~case.mask
+    case.head.hidden[off] = torch.nan
+    listed = assert_right(case)[1]
+    monkeypatch.setattr(triton_gradients, "_kept", triton_gradients._all_rows)
+    unread = assert_right(case)[1]
+    assert not unread.hidden[off].any()
+    for name in ("hidden", "weight", "bias"):
+        assert relative_error(getattr(unread, name), getattr(listed, name)) < TOLERANCE[dtype]
 
 
 def saved_of(case, scores):
