@@ -63,6 +63,14 @@ def test_half_precision(dtype, modifiers):
     assert_right(make_case(70, 130, 40, modifiers=modifiers, mask=True, dtype=dtype, device=DEVICE))
 
 
+def test_softcap_of_logits_far_below_it():
+    """Logits up to 12.4 under a cap of 50: tanh's series, at the end where its last term counts."""
+    case = make_case(5, 130, 16, modifiers=("bias", "softcap"), device=DEVICE)
+    bias = torch.linspace(-12.4, 12.4, 130, device=DEVICE)
+    hidden, softcap = torch.zeros_like(case.head.hidden), torch.tensor(50.0, device=DEVICE)
+    assert_right(with_head(case, hidden=hidden, bias=bias, softcap=softcap))
+
+
 @pytest.mark.parametrize("temperature", [0.1, 2.0])
 def test_one_temperature_for_all_rows(temperature):
     inverse = torch.tensor(1 / temperature, device=DEVICE)
@@ -284,9 +292,13 @@ def test_invalid_logits_of_active_rows_stay_visible():
     assert scores.entropies.isnan().tolist() == [False, True, False]
     bias = torch.full((130,), -torch.inf, device=DEVICE)
     assert run(with_head(case, bias=bias))[0].logps.isnan().all()
-    bias = torch.zeros(130, device=DEVICE)
-    bias[7] = torch.inf
-    assert run(with_head(case, bias=bias))[0].logps.isnan().all()
+    ids = torch.full((3,), 3, device=DEVICE)
+    for one in (torch.inf, torch.nan):
+        bias = torch.zeros(130, device=DEVICE)
+        bias[7] = one
+        scores, _ = run(with_head(case, bias=bias)._replace(ids=ids))
+        assert scores.logps.isnan().all(), one
+        assert scores.entropies.isnan().all(), one
 
 
 def test_ids_out_of_range():
