@@ -239,6 +239,16 @@ def test_a04_all_but_one_logit_is_minus_infinity(place):
     assert not gradients.weight[:place].any()
 
 
+def test_rounding_makes_no_log_prob_positive():
+    """Sums of 300 products, in one order for the action's logit and in another for its tile's."""
+    case = make_case(20, 3, 300, modifiers=("bias",), device=DEVICE)
+    bias = torch.tensor([0.0, -torch.inf, -torch.inf], device=DEVICE)
+    case = with_head(case, weight=10 * case.head.weight, bias=bias)
+    scores, _ = run(case._replace(ids=torch.zeros_like(case.ids)))
+    assert (scores.logps <= 0).all()
+    torch.testing.assert_close(scores.logps, torch.zeros_like(scores.logps), rtol=0, atol=2e-5)
+
+
 def test_a05_entropy_of_zero_probability():
     """p log p with p = 0 (trl#7221): entropies 0 and ln 2, finite gradients."""
     case = make_case(2, 3, 16, modifiers=("bias",), device=DEVICE)
