@@ -62,9 +62,9 @@ MUTANTS = [
         ("- largest) - log_sum", "- largest)"),
         ("x, one + action, V, one + token", "x, one + action, V, one + row"),
         ("log_sum - tl.sum(moments, 0) / mass", "log_sum + tl.sum(moments, 0) / mass"),
-        ("tl.where(entropy < 0, 0.0, entropy)", "entropy"),
+        ("log_sum - tl.sum(moments, 0) / mass", "log_sum - tl.sum(moments, 0)"),
         ("tl.where(bad, -1, action), V", "action, V"),
-        ("tl.maximum(tops, top, propagate_nan=tl.PropagateNan.ALL)", "tl.maximum(tops, top)"),
+        ("masses += share * mass", "masses = share * mass"),
     ),
     *_of(
         "kernels/rows.py",

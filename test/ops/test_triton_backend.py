@@ -34,7 +34,8 @@ def with_head(case: Case, **changes) -> Case:
     return case._replace(head=dataclasses.replace(case.head, **changes))
 
 
-# V: one column, less than a tile, a tile less and more one, two tiles and one, many.
+# V: one column, less than a tile, a tile less and more one, two tiles and one, many, one tile more
+# than the 128 that a row's merge reads at once.
 # N: one row, part of a tile, two tiles and one. H: no multiple of the depth 32, of 8, of anything;
 # two of the 128 terms that one sum of fp32 products holds, and some.
 SIZES = [
@@ -42,6 +43,7 @@ SIZES = [
     *product((1, 129), (129,), (40,)),
     (129, 7, 33),
     (5, 7, 300),
+    (1, 8257, 16),
 ]
 
 
@@ -313,13 +315,15 @@ def test_invalid_logits_of_active_rows_stay_visible():
 
 def test_ids_out_of_range():
     """Counted, logp NaN: the operator raises for the count, at once or at the host's next read."""
-    case = make_case(5, 130, 40, modifiers=("vocab_size",), device=DEVICE)
+    case = make_case(5, 130, 40, modifiers=("vocab_size", "bias"), device=DEVICE)
+    case.head.bias[0] = 50  # every row's top column, which is no such id
     ids = case.ids.clone()
     ids[1], ids[2] = -1, case.head.vocab_size
     for mask in (None, torch.tensor([True, True, False, True, True], device=DEVICE)):
-        scores = triton_backend.forward(case.head, ids, mask, want=Want(False))
+        scores = triton_backend.forward(case.head, ids, mask, want=Want(False, statistics=True))
         assert scores.logps.isnan().tolist() == [False, True, mask is None, False, False]
         assert int(scores.bad_ids) == (2 if mask is None else 1)
+        assert not scores.statistics[2, 1:3].any()
 
 
 @pytest.mark.parametrize("mask", [None, torch.zeros(0, dtype=torch.bool, device=DEVICE)])
