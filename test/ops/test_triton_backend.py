@@ -326,6 +326,24 @@ def test_ids_out_of_range():
         assert not scores.statistics[2, 1:3].any()
 
 
+def test_rows_are_listed_in_steps(monkeypatch):
+    """More rows than the 8192 a listing looks at in a step: here two steps of 32 and some."""
+    from ratio_kl.ops import triton_launch  # needs Triton, unlike the backend
+
+    case = make_case(70, 7, 16, mask=True, device=DEVICE)
+    at_once = run(case)
+    monkeypatch.setattr(triton_launch, "LISTED_AT_ONCE", 32)
+    in_steps = run(case)
+    for wanted, actual in zip(
+        (*at_once[0], *at_once[1]), (*in_steps[0], *in_steps[1]), strict=True
+    ):
+        assert wanted is actual is None or torch.equal(wanted, actual)
+    ids = torch.where(case.mask, 7, 0)
+    assert (
+        triton_backend.forward(case.head, ids, case.mask, want=Want(False)).bad_ids == ids.sum() / 7
+    )
+
+
 @pytest.mark.parametrize("mask", [None, torch.zeros(0, dtype=torch.bool, device=DEVICE)])
 def test_no_rows(mask):
     case = make_case(0, 130, 40, device=DEVICE)._replace(mask=mask)
