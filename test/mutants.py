@@ -399,7 +399,7 @@ MUTANTS = [
         ("(gradient * grad_output).to(dtype)", "gradient.to(dtype)"),
         ("(gradient * grad_output).to(dtype)", "gradient.mul_(grad_output).to(dtype)"),
         ("pass_two(rows, scores, g, h,", "pass_two(rows, scores, g, None,"),
-        ("result = loss.clone()", "result = loss"),
+        ("_replace(loss=loss.clone())", "_replace(loss=loss)"),
     ),
     *_of(
         "objective/loss.py",
