@@ -70,7 +70,7 @@ MUTANTS = [
         "kernels/rows.py",
         ("count + tl.cumsum(kept, 0) - 1", "count + tl.cumsum(kept, 0)"),
         ("return position, count + tl.sum(kept, 0)", "return position, tl.sum(kept, 0)"),
-        ("mask=n < N, other=0) != 0", "mask=n < N, other=0) == 1"),
+        ("mask=n < N, other=0) != 0", "mask=n < N, other=1) != 0"),
         ("left_out = (n < N) & (active == 0)", "left_out = active != 0"),
         ("tl.store(logps_ptr + n, 0.0, mask=left_out)", "pass"),
         ("tl.store(entropies_ptr + n, 0.0, mask=left_out)", "pass"),
