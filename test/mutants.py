@@ -415,7 +415,7 @@ MUTANTS = [
             "1.0, config.softcap, config.vocab_size)",
         ),
         ("config.softcap, config.vocab_size)", "None, config.vocab_size)"),
-        ("config.softcap, config.vocab_size)", "config.softcap, None)"),
+        ("vocab_size=vocab_size),\n        execution", "vocab_size=None),\n        execution"),
         ("if all(given):", "if False:"),
     ),
     *_of(
