@@ -35,7 +35,7 @@ mutation: $(call ready,test) ## plant small faults, which tests must see; ARGS=k
 
 coverage: $(call ready,test) ## lines and branches of src that the tests reach, kernels included
 	$(python) -m coverage erase
-	$(python) -m coverage run -m pytest -m "not slow" $(ARGS)
+	$(python) -m coverage run -m pytest $(parallel) -m "not slow" $(ARGS)
 	$(python) -m coverage combine --quiet
 	$(python) -m coverage report
 

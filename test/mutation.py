@@ -1,6 +1,6 @@
 """Does the suite see small faults? Plants each one of mutants.py in a copy and runs its tests.
 
-    make mutation                       every fault, about half an hour on one core
+    make mutation                       every fault, about an hour on one core
     make mutation ARGS=kernels/rows.py  those of files whose names start so
 
 A fault that no test saw is listed at the end, and the exit status is 1. Each runs in a fork of a

@@ -224,7 +224,9 @@ def test_the_loss_keeps_its_dtype_whatever_the_coefficients(dtype: torch.dtype) 
     assert run(module(config), given).loss.dtype == torch.float32
 
 
-@pytest.mark.parametrize("temperature", [0.7, 2, torch.full((6,), 0.7), torch.full((6, 1), 0.7)])
+@pytest.mark.parametrize(
+    "temperature", [0.7, 2, torch.tensor(0.7), torch.full((6,), 0.7), torch.full((6, 1), 0.7)]
+)
 def test_a_temperature_in_the_call_overrides_the_configs(temperature) -> None:
     config = config_of(temperature=1.3, entropy_coef=0.1)
     given = problem(8, config)
@@ -285,6 +287,20 @@ def test_gradients_in_forward_are_those_of_backward(loss_type: str, level: str, 
             assert torch.equal(twice[name], 2 * early[1][name])
 
 
+def test_gradients_in_forward_of_float16_wait_for_the_loss_scale() -> None:
+    """A 65536th of them lies below float16's range; times 65536 they are whole again."""
+    config = config_of(beta=0.1)
+    given = problem(10, config, bias=True, dtype=torch.float16)
+    leaves = list(given.leaves.values())
+    whole = torch.autograd.grad(module(config)(*given.inputs, **given.options).loss, leaves)
+    parts = given.given(gradient_accumulation_steps=2**16)
+    out = module(config, grads="forward")(*parts.inputs, **parts.options)
+    for actual, wanted in zip(torch.autograd.grad(out.loss * 2**16, leaves), whole, strict=True):
+        assert actual.dtype == torch.float16
+        # Each is rounded once to 11 bits.
+        assert_close(actual, wanted, 2.0**-10, "gradient")
+
+
 def test_gradients_in_forward_leave_nothing_to_read_afterwards() -> None:
     config = config_of(beta=0.1, entropy_coef=0.05)
     given = problem(11, config, bias=True)
@@ -298,6 +314,19 @@ def test_gradients_in_forward_leave_nothing_to_read_afterwards() -> None:
     assert not meter.multiplications
     for (name, wanted), grad in zip(expected.grads.items(), grads, strict=True):
         assert_close(grad, wanted, FLOAT64, name)
+
+
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+def test_a_loss_scaled_in_place(schedule: str) -> None:
+    config = config_of(beta=0.1, entropy_coef=0.05)
+    given = problem(11, config)
+    out = module(config, grads=schedule)(*given.inputs, **given.options)
+    loss, metric = out.loss, out.metrics.policy_loss.clone()
+    loss /= 4
+    grads = torch.autograd.grad(loss, list(given.leaves.values()))
+    assert torch.equal(out.metrics.policy_loss, metric)
+    for (name, wanted), grad in zip(run(module(config), given).grads.items(), grads, strict=True):
+        assert_close(4 * grad, wanted, FLOAT64, name)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

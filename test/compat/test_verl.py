@@ -130,6 +130,11 @@ def test_what_it_refuses(changes, complaint):
         linear_cross_entropy(**({"hidden": hidden, "weight": weight, "labels": labels} | changes))
 
 
+def test_a_group_of_ranks_is_no_number():
+    with pytest.raises(TypeError, match="dist_process_group must be None or .*; got 2 of type int"):
+        linear_cross_entropy(*head(10), dist_process_group=2)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, under Triton's interpreter
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -168,6 +168,7 @@ OTHERS = [
     ("num_items_in_batch", float("nan"), ValueError, ">= 0; got nan"),
     ("num_items_in_batch", torch.ones(2), ValueError, r"one element; got shape \[2\]"),
     ("num_items_in_batch", torch.ones(1).to(torch.complex64), ValueError, "dtype"),
+    ("num_items_in_batch", torch.tensor(True), ValueError, "a number's dtype; got torch.bool"),
     ("gradient_accumulation_steps", 0, ValueError, "an int > 0; got 0"),
     ("gradient_accumulation_steps", -2, ValueError, "an int > 0; got -2"),
     ("gradient_accumulation_steps", 2.0, TypeError, "an int > 0; got 2.0 of type float"),

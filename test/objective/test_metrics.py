@@ -143,3 +143,14 @@ def test_metrics_are_detached_scalars() -> None:
     for value in out.metrics:
         assert value.dim() == 0
         assert not value.requires_grad
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
+def test_without_an_active_token_all_are_zero(level: str) -> None:
+    config = RatioKLConfig(importance_sampling_level=level, beta=0.1)
+    given = problem(8, config)
+    given = given.with_inputs(attention_mask=torch.zeros_like(given.inputs[3]))
+    out = FusedLinearRatioKLLoss(config)(*given.inputs, **given.options)
+    assert {name: value.item() for name, value in out.metrics._asdict().items()} == dict.fromkeys(
+        out.metrics._fields, 0
+    )

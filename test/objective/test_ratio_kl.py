@@ -165,6 +165,15 @@ def test_only_the_policy_gets_a_gradient():
     assert grads == (None, None)
 
 
+def test_one_output_alone():
+    policy, ref, ids, old = inputs()
+    for output in (0, 1):
+        leaf, exact = policy.clone().requires_grad_(), policy.clone().requires_grad_()
+        ratio_kl(leaf, ref, ids, MASK, old)[output].sum().backward()
+        long_hand(exact, ref, ids, old)[output].sum().backward()
+        torch.testing.assert_close(leaf.grad, exact.grad, rtol=1e-12, atol=1e-12)
+
+
 def test_double_backward_is_refused():
     policy, ref, ids, old = inputs()
     policy.requires_grad_()

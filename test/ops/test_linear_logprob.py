@@ -226,6 +226,7 @@ REFUSED = [
     ({"hidden": HIDDEN.to(torch.complex64)}, ValueError, message("hidden", "float64", "complex")),
     ({"weight": None}, TypeError, message("weight", "a tensor", "None")),
     ({"weight": torch.zeros(4, 7)}, ValueError, r"weight.*got \[4, 7\]; it looks transposed"),
+    ({"weight": torch.zeros(4, 3)}, ValueError, r"got \[4, 3\]; hidden looks like logits"),
     ({"weight": torch.zeros(7, 5)}, ValueError, message("weight", "H = 4", r"\[7, 5\]")),
     ({"weight": torch.zeros(7)}, ValueError, message("weight", r"\[V, H\]", r"\[7\]")),
     ({"weight": torch.zeros(0)}, ValueError, r"weight is empty .*\[0\].*sharded.*gathered"),

@@ -12,6 +12,7 @@ import torch
 from kernels.head_cases import (
     ALL,
     MODIFIERS,
+    TOLERANCE,
     Case,
     assert_right,
     expected,
@@ -33,12 +34,16 @@ def with_head(case: Case, **changes) -> Case:
     return case._replace(head=dataclasses.replace(case.head, **changes))
 
 
-# V: one column, less than a tile, a tile less and more one, two tiles and one, many.
-# N: one row, part of a tile, two tiles and one. H: no multiple of the depth 32, of 8, of anything.
+# V: one column, less than a tile, a tile less and more one, two tiles and one, many, one tile more
+# than the 128 that a row's merge reads at once.
+# N: one row, part of a tile, two tiles and one. H: no multiple of the depth 32, of 8, of anything;
+# two of the 128 terms that one sum of fp32 products holds, and some.
 SIZES = [
     *((5, V, H) for V, H in zip((1, 7, 63, 65, 127, 1000), (16, 40, 33, 16, 40, 33), strict=True)),
     *product((1, 129), (129,), (40,)),
     (129, 7, 33),
+    (5, 7, 300),
+    (1, 8257, 16),
 ]
 
 
@@ -60,17 +65,27 @@ def test_half_precision(dtype, modifiers):
     assert_right(make_case(70, 130, 40, modifiers=modifiers, mask=True, dtype=dtype, device=DEVICE))
 
 
+def test_softcap_of_logits_far_below_it():
+    """Logits up to 12.4 under a cap of 50: tanh's series, at the end where its last term counts."""
+    case = make_case(5, 130, 16, modifiers=("bias", "softcap"), device=DEVICE)
+    bias = torch.linspace(-12.4, 12.4, 130, device=DEVICE)
+    hidden, softcap = torch.zeros_like(case.head.hidden), torch.tensor(50.0, device=DEVICE)
+    assert_right(with_head(case, hidden=hidden, bias=bias, softcap=softcap))
+
+
 @pytest.mark.parametrize("temperature", [0.1, 2.0])
 def test_one_temperature_for_all_rows(temperature):
     inverse = torch.tensor(1 / temperature, device=DEVICE)
     assert_right(with_head(make_case(5, 130, 40, device=DEVICE), inverse_temperature=inverse))
 
 
-# Down to one tile; larger blocks; rows outermost where there are more of them than columns.
+# Down to one tile; larger blocks; rows outermost where there are more of them than columns. Of 130
+# rows some 90 are active and fewer have a gradient: still more than a tile's 64.
 @pytest.mark.parametrize("chunk_bytes", [1, 40_000])
-@pytest.mark.parametrize(("N", "V"), [(70, 130), (70, 40)])
+@pytest.mark.parametrize(("N", "V"), [(130, 140), (130, 40)])
 def test_chunk_bytes_changes_no_score_and_gradients_by_rounding(N, V, chunk_bytes):
     case = make_case(N, V, 40, mask=True, modifiers=("bias", "temperature"), device=DEVICE)
+    assert ((case.grad_logps != 0) | (case.grad_entropies != 0)).sum() > 64
     cut = with_head(case, chunk_bytes=chunk_bytes)
     for whole, part in zip(run(case)[0], run(cut)[0], strict=True):
         assert torch.equal(whole, part)
@@ -114,6 +129,24 @@ def test_strides_and_misaligned_rows_give_bitwise_the_same():
             assert relative_error(actual, wanted) < 1e-6
 
 
+def test_a_block_of_dx_is_the_same_by_pointer_and_nothing_lies_beside_it():
+    """Rows of 192 numbers are stored by descriptor, of 131 by pointer; two and three tiles."""
+    from ratio_kl.ops import triton_launch  # needs Triton, unlike the backend
+
+    case = make_case(70, 130, 40, modifiers=MODIFIERS[:4], device=DEVICE)
+    grads = case.grad_logps, case.grad_entropies
+    saved = saved_of(case, run(case)[0])
+    work = triton_launch.Rows(case.head.hidden, saved, grads, None, None, 1.0, None)
+    blocks = []
+    for width in (192, 131):
+        space = torch.full((72, width), torch.inf, device=DEVICE)
+        triton_launch.dlogits(case.head, work, case.head.weight, space[:70, :130], (0, 0))
+        blocks.append(space[:70, :130].clone())
+        space[:70, :130] = torch.inf
+        assert (space == torch.inf).all()
+    assert relative_error(*blocks) < 1e-6
+
+
 @pytest.mark.parametrize("only", ["hidden", "weight", "bias"])
 def test_needs(only):
     case = make_case(5, 130, 40, modifiers=("bias",), device=DEVICE)
@@ -154,6 +187,26 @@ def test_zero_and_nan_coefficients():
     assert after.hidden[4].isfinite().all()
 
 
+# 70 rows and 130 columns: several tiles each way. fp16's scale stays on the device.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_the_same_without_a_host_read(dtype, entropy, monkeypatch):
+    """What a captured graph runs: all rows, those without a gradient made to give zeros."""
+    from ratio_kl.ops import triton_gradients  # needs Triton, unlike the backend
+
+    case = make_case(
+        70, 130, 40, modifiers=MODIFIERS, mask=True, entropy=entropy, dtype=dtype, device=DEVICE
+    )
+    off = ~case.mask
+    case.head.hidden[off] = torch.nan
+    listed = assert_right(case)[1]
+    monkeypatch.setattr(triton_gradients, "_kept", triton_gradients._all_rows)
+    unread = assert_right(case)[1]
+    assert not unread.hidden[off].any()
+    for name in ("hidden", "weight", "bias"):
+        assert relative_error(getattr(unread, name), getattr(listed, name)) < TOLERANCE[dtype]
+
+
 def saved_of(case, scores):
     return Saved(case.ids, scores.logps, scores.max, scores.log_sum, scores.entropies)
 
@@ -186,6 +239,16 @@ def test_a04_all_but_one_logit_is_minus_infinity(place):
     assert not scores.entropies.any()
     assert all(g.isfinite().all() for g in gradients)
     assert not gradients.weight[:place].any()
+
+
+def test_rounding_makes_no_log_prob_positive():
+    """Sums of 300 products, in one order for the action's logit and in another for its tile's."""
+    case = make_case(20, 3, 300, modifiers=("bias",), device=DEVICE)
+    bias = torch.tensor([0.0, -torch.inf, -torch.inf], device=DEVICE)
+    case = with_head(case, weight=10 * case.head.weight, bias=bias)
+    scores, _ = run(case._replace(ids=torch.zeros_like(case.ids)))
+    assert (scores.logps <= 0).all()
+    torch.testing.assert_close(scores.logps, torch.zeros_like(scores.logps), rtol=0, atol=2e-5)
 
 
 def test_a05_entropy_of_zero_probability():
@@ -241,20 +304,44 @@ def test_invalid_logits_of_active_rows_stay_visible():
     assert scores.entropies.isnan().tolist() == [False, True, False]
     bias = torch.full((130,), -torch.inf, device=DEVICE)
     assert run(with_head(case, bias=bias))[0].logps.isnan().all()
-    bias = torch.zeros(130, device=DEVICE)
-    bias[7] = torch.inf
-    assert run(with_head(case, bias=bias))[0].logps.isnan().all()
+    ids = torch.full((3,), 3, device=DEVICE)
+    for one in (torch.inf, torch.nan):
+        bias = torch.zeros(130, device=DEVICE)
+        bias[7] = one
+        scores, _ = run(with_head(case, bias=bias)._replace(ids=ids))
+        assert scores.logps.isnan().all(), one
+        assert scores.entropies.isnan().all(), one
 
 
 def test_ids_out_of_range():
     """Counted, logp NaN: the operator raises for the count, at once or at the host's next read."""
-    case = make_case(5, 130, 40, modifiers=("vocab_size",), device=DEVICE)
+    case = make_case(5, 130, 40, modifiers=("vocab_size", "bias"), device=DEVICE)
+    case.head.bias[0] = 50  # every row's top column, which is no such id
     ids = case.ids.clone()
     ids[1], ids[2] = -1, case.head.vocab_size
     for mask in (None, torch.tensor([True, True, False, True, True], device=DEVICE)):
-        scores = triton_backend.forward(case.head, ids, mask, want=Want(False))
+        scores = triton_backend.forward(case.head, ids, mask, want=Want(False, statistics=True))
         assert scores.logps.isnan().tolist() == [False, True, mask is None, False, False]
         assert int(scores.bad_ids) == (2 if mask is None else 1)
+        assert not scores.statistics[2, 1:3].any()
+
+
+def test_rows_are_listed_in_steps(monkeypatch):
+    """More rows than the 8192 a listing looks at in a step: here two steps of 32 and some."""
+    from ratio_kl.ops import triton_launch  # needs Triton, unlike the backend
+
+    case = make_case(70, 7, 16, mask=True, device=DEVICE)
+    at_once = run(case)
+    monkeypatch.setattr(triton_launch, "LISTED_AT_ONCE", 32)
+    in_steps = run(case)
+    for wanted, actual in zip(
+        (*at_once[0], *at_once[1]), (*in_steps[0], *in_steps[1]), strict=True
+    ):
+        assert wanted is actual is None or torch.equal(wanted, actual)
+    ids = torch.where(case.mask, 7, 0)
+    assert (
+        triton_backend.forward(case.head, ids, case.mask, want=Want(False)).bad_ids == ids.sum() / 7
+    )
 
 
 @pytest.mark.parametrize("mask", [None, torch.zeros(0, dtype=torch.bool, device=DEVICE)])

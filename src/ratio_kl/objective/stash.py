@@ -45,7 +45,8 @@ def loss_with_stashed_gradients(
         hidden, weight, bias = (leaf is not None and leaf.requires_grad for leaf in leaves)
         gradients = pass_two(rows, scores, g, h, Needs(hidden, weight, bias, half))
     loss = _HandOn.apply(*leaves, ANCHOR, output.loss.detach(), *gradients)
-    return output._replace(loss=loss)
+    # A trainer may scale its loss in place, and _HandOn keeps its result.
+    return output._replace(loss=loss.clone())
 
 
 class _HandOn(torch.autograd.Function):
