@@ -67,7 +67,7 @@ def gradients(
     if grads == (None, None) or head.hidden.shape[0] == 0 or not any(needs[:3]):
         return _zero_gradients(head, needs)
     space = _Space(head.hidden, head.compute_dtype)
-    if head.hidden.is_cuda and torch.cuda.is_current_stream_capturing():
+    if _is_capturing(head.hidden):
         return _sum_blocks(
             head, all_rows(head, saved, grads), needs, space, hidden_done=hidden_done
         )
@@ -79,6 +79,11 @@ def gradients(
         del ahead, space
         return _zero_gradients(head, needs)
     return _sum_blocks(head, work, needs, space, ahead=ahead, hidden_done=hidden_done)
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is captured, while which the host can read nothing."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _zero_gradients(head: Head, needs: Needs) -> Gradients:
