@@ -49,6 +49,15 @@ def test_any_number_of_rows(dtype, kept, chunk_bytes):
     assert_right(with_rows(case, kept), tolerance=TOLERANCE[dtype])
 
 
+# Narrower than a tile: the first block's memory, made for all rows, holds no whole tile of columns
+# for N - 1 of them, and all columns for 65. Two tiles, one cut off: only the first one fits.
+@pytest.mark.parametrize("vocab_size", [50, 100])
+@pytest.mark.parametrize("kept", [1, 65, N - 1, N])
+def test_a_vocabulary_smaller_than_the_number_of_rows(kept, vocab_size):
+    case = make_case(N, vocab_size, H, dtype=torch.float16, modifiers=("bias",), device=DEVICE)
+    assert_right(with_rows(case, kept), tolerance=TOLERANCE[torch.float16])
+
+
 @pytest.mark.parametrize("hidden", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("needs", [Needs(True, True, False), Needs(False, True, False)], ids=str)
 @pytest.mark.parametrize("early", [False, True], ids=["at the end", "handed over early"])
