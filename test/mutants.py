@@ -198,7 +198,7 @@ MUTANTS = [
         ("-ratio.detach().clamp(max=epsilon_high)", "-ratio.detach()"),
         ("-ratio.detach().clamp(max=epsilon_high)", "-ratio.clamp(max=epsilon_high)"),
         ("torch.sigmoid(tau * (1 - ratio)) - 1", "torch.sigmoid(tau * (1 - ratio))"),
-        ("(4 / tau) * advantages", "4 * advantages"),
+        ("4 * advantages / tau", "4 * advantages"),
         ("return -phi * advantages * logps", "return phi * advantages * logps"),
         ("max(lambda_pos, 1e-4), max(lambda_neg, 1e-4)", "lambda_pos, lambda_neg"),
         ("log_weight.detach().clamp(*VESPO_LOG_RANGE)", "log_weight.detach()"),

@@ -57,12 +57,11 @@ def test_even_part(total, most, step, part):
 @pytest.mark.parametrize("rows", [4096, 4095, 409, 1])
 @pytest.mark.parametrize("vocab_size", [128_256, 131, 1])
 def test_fitting_columns_fill_the_memory_and_no_more(rows, vocab_size):
-    step, space = 256, 4096 * 14_336
-    columns = fitting_columns(space, rows, vocab_size, step)
-    aligned = -(-columns // 64) * 64
+    aligned, space = 64, 4096 * 14_336
+    columns = fitting_columns(space, rows, vocab_size, aligned)
     assert 0 < columns <= vocab_size
-    assert rows * aligned <= space
-    assert columns == vocab_size or rows * (columns + step) > space
+    assert rows * -(-columns // aligned) * aligned <= space
+    assert columns == vocab_size or rows * (columns + aligned) > space
 
 
 def test_a_first_block_of_its_own_width_is_followed_by_the_plans():

@@ -49,8 +49,8 @@ def test_any_number_of_rows(dtype, kept, chunk_bytes):
     assert_right(with_rows(case, kept), tolerance=TOLERANCE[dtype])
 
 
-# Narrower than a tile: the first block's memory, made for all rows, holds no whole tile of columns
-# for N - 1 of them, and all columns for 65. Two tiles, one cut off: only the first one fits.
+# Narrower than a tile, and one tile and a part: the first block's memory, made for all rows, is
+# just enough for N or N - 1 of them.
 @pytest.mark.parametrize("vocab_size", [50, 100])
 @pytest.mark.parametrize("kept", [1, 65, N - 1, N])
 def test_a_vocabulary_smaller_than_the_number_of_rows(kept, vocab_size):

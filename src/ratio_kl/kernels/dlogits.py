@@ -104,7 +104,7 @@ def dlogits_kernel(
     if kept_ptr is not None:
         # The host does not know N yet: as many columns as fit, by blocks.fitting_columns.
         N = tl.load(kept_ptr)
-        V = tl.minimum(V, space // tl.maximum(N, 1) // BLOCK_V * BLOCK_V).to(tl.int32)
+        V = tl.minimum(V, space // tl.maximum(N, 1) // ALIGNED * ALIGNED).to(tl.int32)
         stride_on = tl.cdiv(V, ALIGNED) * ALIGNED
     row_tiles = tl.cdiv(N, BLOCK_N)
     column_tiles = tl.cdiv(V, BLOCK_V)

@@ -59,7 +59,7 @@ def sapo(
     Reference: Soft Adaptive Policy Optimization (arXiv 2511.20347).
     """
     tau = _choose(advantages > 0, temperature_pos, temperature_neg, ratio.dtype)
-    return (torch.sigmoid(tau * (1 - ratio)) - 1) * (4 / tau) * advantages
+    return (torch.sigmoid(tau * (1 - ratio)) - 1) * (4 * advantages / tau)
 
 
 def vespo(phi: Tensor, advantages: Tensor, logps: Tensor) -> Tensor:

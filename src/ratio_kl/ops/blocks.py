@@ -111,9 +111,12 @@ def _busy_part(side: Side, most: int, tiles_beside: int, programs: int) -> int:
     return min(sorted(sizes, reverse=True), key=cost)
 
 
-def fitting_columns(space: int, rows: int, vocab_size: int, step: int) -> int:
-    """Columns of a block of so many rows for which memory of `space` elements is enough."""
-    return min(vocab_size, space // rows // step * step)
+def fitting_columns(space: int, rows: int, vocab_size: int, aligned: int) -> int:
+    """Columns of a block of so many rows for which memory of `space` elements is enough.
+
+    aligned: each row begins at a multiple of it.
+    """
+    return min(vocab_size, space // rows // aligned * aligned)
 
 
 def even_part(total: int, most: int, step: int) -> int:

@@ -51,8 +51,13 @@ class _Space:
 
     def block(self, rows: int, columns: int) -> Tensor:
         """[rows, columns], each row aligned."""
-        width = -(-columns // ALIGNED.value) * ALIGNED.value
+        width = _aligned(columns)
         return self.flat(rows * width)[: rows * width].view(rows, width)[:, :columns]
+
+
+def _aligned(columns: int) -> int:
+    """Elements between the rows of a block of so many columns."""
+    return -(-columns // ALIGNED.value) * ALIGNED.value
 
 
 def gradients(
@@ -111,7 +116,9 @@ def _start(head: Head, saved: Saved, listed: Listed, needs: Needs, space: _Space
     work = Rows(hidden, listed.kept, saved, listed.grads, listed.rows, None, 1.0, None)
     # Of a weight that is converted, no more than what the budget has room for.
     most = head.vocab_size if head.weight.dtype == dtype else min(blocks.columns, head.vocab_size)
-    dlogits(head, work, head.weight[:most].to(dtype), space.flat(N * blocks.columns), (0, 0))
+    dlogits(
+        head, work, head.weight[:most].to(dtype), space.flat(N * _aligned(blocks.columns)), (0, 0)
+    )
     return _Ahead(d_hidden, hidden, most)
 
 
@@ -152,8 +159,7 @@ def _sum_blocks(
     """Walk the blocks and add up what each gives."""
     n, first, memory = work.hidden.shape[0], 0, None
     if ahead is not None:
-        step = tile_for(head.hidden.device, head.compute_dtype).columns
-        first = fitting_columns(space.memory.numel(), n, ahead.most_columns, step)
+        first = fitting_columns(space.memory.numel(), n, ahead.most_columns, ALIGNED.value)
         memory = ahead.d_hidden
     # A gradient of hidden that is fp32 anyway is the sum that may span all blocks.
     early = hidden_done is not None

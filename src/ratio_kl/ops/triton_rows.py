@@ -16,7 +16,7 @@ from .triton_launch import Rows, gather_rows, list_kept
 FP16_TARGET = 2.0**13
 """fp16 dx is scaled to stay below this: far from overflow (65504) and from underflow (6e-8)."""
 
-_mailbox = Mailbox(8)
+_mailbox = Mailbox(64)
 
 Grads = tuple[Tensor | None, Tensor | None]
 """(grad_logps, grad_entropies), [N] or None."""
