@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
+pytest.importorskip("triton")
 from kernels.head_cases import Case, make_case
 from ratio_kl.kernels.tiles import tile_for
 from ratio_kl.ops import torch_backend, triton_backend, triton_products
 from ratio_kl.ops.contract import Needs, Saved, Want
 from ratio_kl.ops.sharding import sharding_of
 
-pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TILE = tile_for(torch.device(DEVICE), torch.bfloat16)
