@@ -74,8 +74,10 @@ def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
             # No compiler is at work in this thread.
             return function(*args)
         if not guarded:
-            # At the first such call: for this imports the compiler.
-            guarded.append(torch.compiler.disable(function))
+            # At the first such call: for this imports the compiler. On a line of its own: torch 2.8
+            # breaks a graph there, and could not go on in the middle of the append.
+            made = torch.compiler.disable(function)
+            guarded.append(made)
         return guarded[0](*args)
 
     return implementation
