@@ -73,3 +73,13 @@ def test_a_first_block_of_its_own_width_is_followed_by_the_plans():
     ]
     assert made.widest == 4
     assert made._replace(first=0).widest == 3
+
+
+# V = 9: the second of two blocks is as long as all columns, but begins at the fifth.
+@pytest.mark.parametrize(
+    ("first", "columns", "one"), [(0, 9, True), (0, 8, False), (9, 1, True), (4, 10, False)]
+)
+def test_one_column_part(first, columns, one):
+    made = Plan(rows=2, columns=columns, rows_outermost=False, first=first)
+    assert made.has_one_column_part(9) == one
+    assert (len({c.start for _, c in made.walk(2, 9)}) == 1) == one

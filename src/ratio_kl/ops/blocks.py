@@ -38,6 +38,10 @@ class Plan(NamedTuple):
         """Columns of the widest block."""
         return max(self.first, self.columns)
 
+    def has_one_column_part(self, vocab_size: int) -> bool:
+        """Whether each block has all columns: a part's length may be more than is left for it."""
+        return (self.first or self.columns) >= vocab_size
+
     def walk(self, n: int, vocab_size: int) -> Iterator[tuple[slice, slice]]:
         """The blocks (rows, columns) of an [n, vocab_size] rectangle, in order."""
         row_parts = [slice(r, min(r + self.rows, n)) for r in range(0, n, self.rows)]

@@ -111,7 +111,7 @@ class Products:
 
     def _sum_of_hidden(self) -> _Sum:
         head, n, blocks = self._head, self._n, self._blocks
-        H, one_part = head.hidden.shape[1], blocks.widest >= self._vocab_size
+        H, one_part = head.hidden.shape[1], blocks.has_one_column_part(self._vocab_size)
         compact = self._work.positions is not None
         out = self._memory
         if out is None or compact:
