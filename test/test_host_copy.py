@@ -15,7 +15,7 @@ def test_on_the_cpu_they_are_here() -> None:
 
 @pytest.mark.gpu
 def test_from_a_gpu_they_arrive_in_order_and_hold_their_values() -> None:
-    """Two in the air at once; a third takes the first one's place."""
+    """Two of a kind in the air at once; a third takes the first one's place."""
     mailbox = Mailbox(2)
     busy = torch.randn(8192, 8192, device="cuda")
     numbers = torch.zeros(2, device="cuda", dtype=torch.float64)
@@ -27,6 +27,7 @@ def test_from_a_gpu_they_arrive_in_order_and_hold_their_values() -> None:
     assert second.wait() == [2, 2]
     assert first.has_arrived()
     assert first.wait() == [1.0, 1.0]
-    third = mailbox.send(torch.tensor(7, device="cuda"))
-    assert third.wait() == [7]
+    third, fourth = mailbox.send(numbers + 3), mailbox.send(numbers + 4)
+    assert third.wait() == [3.0, 3.0]
+    assert fourth.wait() == first.wait() == [4.0, 4.0]
     assert second.wait() == [2, 2]

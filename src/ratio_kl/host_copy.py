@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_BYTES = 64
-
 
 class HostCopy(NamedTuple):
     """Numbers that were sent. Valid until their mailbox has come round."""
@@ -29,24 +27,27 @@ class HostCopy(NamedTuple):
 
 
 class Mailbox:
-    """Pinned memory and events for the last `copies` copies from each device: none is made anew."""
+    """Pinned memory and events for the last `copies` copies of a kind: none is made anew.
+
+    A kind is a device, a dtype and how many numbers.
+    """
 
     def __init__(self, copies: int) -> None:
         self._copies = copies
-        self._slots: dict[torch.device, Iterator[tuple[Tensor, torch.cuda.Event]]] = {}
+        self._slots: dict[object, Iterator[tuple[Tensor, torch.cuda.Event]]] = {}
 
     def send(self, numbers: Tensor) -> HostCopy:
-        """Copy numbers (64 bytes at most) without waiting, behind what the device is to do."""
+        """Copy a few numbers without waiting, behind what the device is to do."""
         numbers = numbers.reshape(-1)
         if not numbers.is_cuda:
             return HostCopy(numbers, None)
-        slots = self._slots.get(numbers.device)
+        kind = numbers.device, numbers.dtype, numbers.numel()
+        slots = self._slots.get(kind)
         if slots is None:
-            pinned = torch.zeros(self._copies, _BYTES, dtype=torch.uint8, pin_memory=True).unbind()
-            slots = cycle([(slot, torch.cuda.Event()) for slot in pinned])
-            self._slots[numbers.device] = slots
-        slot, arrived = next(slots)
-        on_host = slot[: numbers.nbytes].view(numbers.dtype)
+            pinned = torch.zeros(self._copies, *numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            slots = cycle([(slot, torch.cuda.Event()) for slot in pinned.unbind()])
+            self._slots[kind] = slots
+        on_host, arrived = next(slots)
         on_host.copy_(numbers, non_blocking=True)
         arrived.record(torch.cuda.current_stream(numbers.device))
         return HostCopy(on_host, arrived)

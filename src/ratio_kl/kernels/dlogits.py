@@ -27,7 +27,11 @@ def store_tile(
     target, tile, row, column, N, V, stride_n,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """tile [BLOCK_N, BLOCK_V] into [N, V]; by descriptor in two halves, for less staging."""
+    """tile [BLOCK_N, BLOCK_V] into [N, V]; by descriptor in two halves, for less staging.
+
+    A GPU's descriptor stores 16 bytes at a time: of a row whose V columns end within 16 bytes it
+    writes those to their end, where nothing of anybody else's may lie.
+    """
     if TMA:
         halves = tl.permute(tl.reshape(tile, (BLOCK_N, 2, BLOCK_V // 2)), (0, 2, 1))
         left, right = tl.split(halves)

@@ -13,13 +13,14 @@ and if the statistics are asked for, in the same order
     log sum p^2 = log(sum exp(top - max)^2 square_i) - 2 log mass,   mean z = sum plain_i / V
     top1        = the action is the first column of the largest top
 
-Stored: one number of each a row. An id outside [0, V) gives logp NaN.
+Stored: one number of each a row. An id outside [0, V) gives logp NaN; without a mask the first
+program counts them (with one, the listing of the active rows does).
 """
 
 import triton
 import triton.language as tl
 
-from .primitives import LOG2E, below, modified_logits
+from .primitives import LOG2E, below, count_bad_ids, modified_logits
 
 WARPS = 4
 """Blocks are one element a thread: a sum's order then follows from its length alone, and not from
@@ -52,6 +53,29 @@ def action_product(
 
 
 @triton.jit
+def merge_partials(partial, S, stride_pq, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
+    """A row's max, mass and moment (0 without the entropy)."""
+    tops = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for s in tl.range(0, S, BLOCK):
+        i = s + tl.arange(0, BLOCK)
+        top = tl.load(partial + i, mask=i < S, other=-float("inf"))
+        tops = tl.maximum(tops, top, propagate_nan=tl.PropagateNan.ALL)
+    largest = tl.max(tops, 0)
+    masses = tl.zeros((BLOCK,), tl.float32)
+    moments = tl.zeros((BLOCK,), tl.float32)
+    for s in tl.range(0, S, BLOCK):
+        i = s + tl.arange(0, BLOCK)
+        gap = below(tl.load(partial + i, mask=i < S, other=-float("inf")), largest)
+        share = tl.exp2(gap * LOG2E)
+        mass = tl.load(partial + stride_pq + i, mask=i < S, other=0.0)
+        masses += share * mass
+        if WITH_ENTROPY:
+            moment = tl.load(partial + 2 * stride_pq + i, mask=i < S, other=0.0)
+            moments += share * (moment + gap * mass)
+    return largest, tl.sum(masses, 0), tl.sum(moments, 0)
+
+
+@triton.jit
 def merge_statistics(
     partial, extra, largest, mass, action, V, S, out_ptr, stride_pq, stride_q,
     BLOCK: tl.constexpr,
@@ -73,7 +97,17 @@ def merge_statistics(
     tl.store(out_ptr + 2 * stride_q, (tl.min(bests, 0) == action.to(tl.float32)).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit
+def store_bad_ids(ids_ptr, out_ptr, N, V, stride, BLOCK: tl.constexpr):
+    """out = how many of all N ids lie outside [0, V)."""
+    bad_ids = tl.zeros((), tl.int64)
+    for start in range(0, N, BLOCK):
+        n = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        bad_ids += count_bad_ids(ids_ptr + n * stride, n < N, V)
+    tl.store(out_ptr, bad_ids)
+
+
+@triton.jit(do_not_specialize=["start", "N"])
 def merge_kernel(
     hidden_ptr,
     weight_ptr,
@@ -89,8 +123,10 @@ def merge_kernel(
     entropies_ptr,
     max_ptr,
     log_sum_ptr,
+    bad_ids_ptr,
     statistics_ptr,
     start,
+    N,
     V,
     H,
     S,
@@ -109,6 +145,9 @@ def merge_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     token = row + start
+    if rows_ptr is None:
+        if token == 0:
+            store_bad_ids(ids_ptr, bad_ids_ptr, N, V, stride_in, 8 * BLOCK)
     if count_ptr is not None:
         count = tl.load(count_ptr)
         if token >= count:
@@ -116,24 +155,7 @@ def merge_kernel(
     if rows_ptr is not None:
         token = tl.load(rows_ptr + token).to(tl.int64)
     partial = partials_ptr + row * stride_pn
-    tops = tl.full((BLOCK,), -float("inf"), tl.float32)
-    for s in tl.range(0, S, BLOCK):
-        i = s + tl.arange(0, BLOCK)
-        top = tl.load(partial + i, mask=i < S, other=-float("inf"))
-        tops = tl.maximum(tops, top, propagate_nan=tl.PropagateNan.ALL)
-    largest = tl.max(tops, 0)
-    masses = tl.zeros((BLOCK,), tl.float32)
-    moments = tl.zeros((BLOCK,), tl.float32)
-    for s in tl.range(0, S, BLOCK):
-        i = s + tl.arange(0, BLOCK)
-        gap = below(tl.load(partial + i, mask=i < S, other=-float("inf")), largest)
-        share = tl.exp2(gap * LOG2E)
-        mass = tl.load(partial + stride_pq + i, mask=i < S, other=0.0)
-        masses += share * mass
-        if WITH_ENTROPY:
-            moment = tl.load(partial + 2 * stride_pq + i, mask=i < S, other=0.0)
-            moments += share * (moment + gap * mass)
-    mass = tl.sum(masses, 0)
+    largest, mass, moment = merge_partials(partial, S, stride_pq, WITH_ENTROPY, BLOCK)
     log_sum = tl.log(mass)
 
     action = tl.load(ids_ptr + token * stride_in).to(tl.int64)
@@ -155,7 +177,7 @@ def merge_kernel(
     tl.store(max_ptr + token, largest)
     tl.store(log_sum_ptr + token, log_sum)
     if WITH_ENTROPY:
-        entropy = log_sum - tl.sum(moments, 0) / mass
+        entropy = log_sum - moment / mass
         tl.store(entropies_ptr + token, tl.where(entropy < 0, 0.0, entropy))
     if statistics_ptr is not None:
         extra = partial + (3 if WITH_ENTROPY else 2) * stride_pq

@@ -57,6 +57,13 @@ def tile_source(matrix: Tensor, block: list[int], by_descriptor: bool) -> Any:
 
 
 @triton.jit
+def count_bad_ids(ids_ptrs, active, V):
+    """How many of the active ids lie outside [0, V), int64."""
+    ids = tl.load(ids_ptrs, mask=active, other=0)
+    return tl.sum(((ids < 0) | (ids >= V)).to(tl.int64), 0)
+
+
+@triton.jit
 def load_tile(
     source,
     row,

@@ -1,6 +1,7 @@
 """How rows and vocabulary are cut into blocks that fit a budget. Integers only."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 WIDE = 2048
@@ -57,6 +58,7 @@ class Plan(NamedTuple):
             yield from ((r, c) for c in column_parts for r in row_parts)
 
 
+@lru_cache(maxsize=1024)
 def plan(
     rows: Side,
     columns: Side,

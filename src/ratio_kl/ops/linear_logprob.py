@@ -115,7 +115,7 @@ def linear_logprob(
         mask = check_real("attention_mask", attention_mask)
         check_shape("attention_mask", mask, (tuple(shape), "action_ids.shape"))
         check_device("attention_mask", mask, hidden.device)
-        mask = (mask != 0).reshape(-1)
+        mask = (mask if mask.dtype == torch.bool else mask != 0).reshape(-1)
     if isinstance(temperature, Tensor):
         temperature = _row_temperature(temperature, shape, hidden.device)
     rows = HeadRows(
@@ -130,11 +130,13 @@ def linear_logprob(
     )
     scores = pass_one(rows, Want(return_entropy, return_statistics))
     entropies = scores.entropies.reshape(shape) if return_entropy else scores.entropies
-    none = scores.statistics.reshape(-1)
-    log_sum_sq, mean, top1 = none, none, none
     if return_statistics:
         log_sum_sq, mean, top1 = scores.statistics.reshape(3, *shape)
-    return LogProbs(scores.logps.reshape(shape), entropies, log_sum_sq, mean, top1 != 0)
+        is_top1 = top1 != 0
+    else:
+        log_sum_sq = mean = scores.statistics.reshape(-1)
+        is_top1 = mean.new_empty(0, dtype=torch.bool)
+    return LogProbs(scores.logps.reshape(shape), entropies, log_sum_sq, mean, is_top1)
 
 
 def _row_temperature(temperature: Tensor, shape: torch.Size, device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ Importing this module needs no Triton; the kernels are imported when a pass runs
 """
 
 import importlib.util
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -60,7 +61,7 @@ def forward(head: Head, action_ids: Tensor, mask: Tensor | None, *, want: Want) 
 def _score_all(head: Head, ids: Tensor, mask: Tensor | None, scores: Scores, want: Want) -> None:
     """Score and merge all active rows, as many at a time as the budget allows."""
     from ..kernels.tiles import tile_for
-    from .triton_launch import Part, gather_rows, list_active, merge, score
+    from .triton_launch import Part, merge, score
 
     hidden, dtype = head.hidden, head.compute_dtype
     N, H = hidden.shape
@@ -70,16 +71,36 @@ def _score_all(head: Head, ids: Tensor, mask: Tensor | None, scores: Scores, wan
     row_bytes = 4 * quantities * segments + (H * dtype.itemsize if mask is not None else 0)
     at_once = even_part(N, min(head.chunk_bytes, FORWARD_BYTES) // row_bytes, tile.rows)
     partials = hidden.new_empty((at_once, quantities, segments), dtype=torch.float32)
-    rows, count = list_active(mask, ids, scores, head.vocab_size)
-    gathered = hidden if mask is None else hidden.new_empty((at_once, H), dtype=dtype)
-    for start in range(0, N, at_once):
-        chosen = hidden[start : start + at_once]
-        if rows is not None and count is not None:
-            chosen = gathered[: chosen.shape[0]]
-            gather_rows(hidden, rows, count, chosen, start)
+    for chosen, start, rows, count in _active_rows(head, ids, mask, scores, at_once):
         part = Part(chosen, start, rows, count, partials, tile, want)
         score(head, part)
         merge(head, part, ids, scores)
+
+
+def _active_rows(
+    head: Head, ids: Tensor, mask: Tensor | None, scores: Scores, at_once: int
+) -> Iterator[tuple[Tensor, int, Tensor | None, Tensor | None]]:
+    """(hidden, start, rows, active) as a Part's, for one after another: at_once rows each.
+
+    With a mask each is a copy in the same memory.
+    """
+    from .triton_lists import PICKED_AT_ONCE, gather_rows, list_active, pick_active
+
+    hidden = head.hidden
+    N, H = hidden.shape
+    if mask is None:
+        for start in range(0, N, at_once):
+            yield hidden[start : start + at_once], start, None, None
+        return
+    copy = hidden.new_empty((at_once, H), dtype=head.compute_dtype)
+    if at_once == N <= PICKED_AT_ONCE:
+        yield copy, 0, *pick_active(head, ids, mask, scores, copy)
+        return
+    rows, count = list_active(mask, ids, scores, head.vocab_size)
+    for start in range(0, N, at_once):
+        part = copy[: min(at_once, N - start)]
+        gather_rows(hidden, rows, count, part, start)
+        yield part, start, rows, count
 
 
 def backward(

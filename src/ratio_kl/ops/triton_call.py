@@ -38,20 +38,23 @@ def call(
         return
     device = torch.cuda.current_device()
     key: list[Any] = [kernel.fn, device, warps, stages]
-    given = list(arguments)
-    for place, specialised in enumerate(_specialised(kernel.fn, kernel)):
-        argument = given[place]
+    given: list[Any] = []
+    for argument, specialised in zip(arguments, _specialised(kernel.fn, kernel), strict=False):
         if argument is None:
             key.append(None)
         elif type(argument) is int:
-            key.append(-(2**31) <= argument < 2**31)
+            # One number for all that Triton looks at: 0 to 3, and 4 more past 32 bits.
+            kind = 0 if -(2**31) <= argument < 2**31 else 4
             if specialised:
-                key.append((argument == 1, argument % 16 == 0))
+                kind += 2 if argument == 1 else argument % 16 == 0
+            key.append(kind)
         elif isinstance(argument, Tensor):
-            given[place] = address = argument.data_ptr()
-            key += (argument.dtype, address % 16 == 0)
+            key.append(argument.dtype)
+            argument = argument.data_ptr()
+            key.append(argument % 16 == 0)
         else:
             key += (argument.base.dtype, *argument.block_shape)
+        given.append(argument)
     key += constants.values()
     compiled = _compiled.get(tuple(key))
     if compiled is None:

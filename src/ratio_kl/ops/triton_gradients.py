@@ -20,7 +20,8 @@ from ..kernels.primitives import ALIGNED
 from ..kernels.tiles import programs, tile_for
 from .blocks import Plan, Side, fitting_columns, plan
 from .contract import Gradients, Head, HiddenDone, Needs, Saved
-from .triton_launch import Rows, dlogits, gather_rows
+from .triton_launch import Rows, dlogits
+from .triton_lists import gather_rows
 from .triton_products import Products, gradient_dtype
 from .triton_rows import Grads, Listed, all_rows, list_rows, listed_rows
 
@@ -69,7 +70,7 @@ def gradients(
 ) -> Gradients:
     """Pass 2, as ratio_kl.ops.triton_backend.backward says; grads are contiguous."""
     needs = needs._replace(bias=needs.bias and head.bias is not None)
-    if grads == (None, None) or head.hidden.shape[0] == 0 or not any(needs[:3]):
+    if all(grad is None for grad in grads) or head.hidden.shape[0] == 0 or not any(needs[:3]):
         return _zero_gradients(head, needs)
     space = _Space(head.hidden, head.compute_dtype)
     if _is_capturing(head.hidden):

@@ -1,27 +1,17 @@
-"""Launches of the two passes' kernels: arguments, grids, tiles."""
+"""Launches of the matrix kernels of the two passes: arguments, grids, tiles."""
 
 from typing import NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
 from ..kernels.dlogits import dlogits_kernel
 from ..kernels.merge import WARPS, merge_kernel
 from ..kernels.primitives import TRITON_DTYPES, fits_descriptor, operand_dtype, tile_source
-from ..kernels.rows import (
-    gather_kernel,
-    list_active_kernel,
-    list_kept_kernel,
-    scatter_kernel,
-)
 from ..kernels.score import score_kernel
 from ..kernels.tiles import Tile, precision, programs, tile_for
 from .contract import Head, Saved, Scores, Want
 from .triton_call import call
-
-LISTED_AT_ONCE = 8192
-"""Rows that the one program of a listing looks at in a step."""
 
 
 class Part(NamedTuple):
@@ -56,63 +46,6 @@ class Rows(NamedTuple):
     alpha: float
     unscale: Tensor | None
     """What dx is to be multiplied by: alpha, known on the host, and unscale, on the device."""
-
-
-def list_active(
-    mask: Tensor | None, ids: Tensor, scores: Scores, vocab_size: int
-) -> tuple[Tensor | None, Tensor | None]:
-    """(rows, count) of the active rows, None without a mask.
-
-    Also writes the zeros of the inactive rows into scores, and its count of bad ids.
-    """
-    N = ids.shape[0]
-    rows = count = None
-    if mask is not None:
-        rows = torch.empty(N, dtype=torch.int32, device=ids.device)
-        count = torch.empty(1, dtype=torch.int32, device=ids.device)
-    call(
-        list_active_kernel,
-        1,
-        (
-            None if mask is None else mask.view(torch.int8),
-            ids,
-            rows,
-            count,
-            *scores[:5],
-            N,
-            vocab_size,
-            0 if mask is None else mask.stride(0),
-            ids.stride(0),
-        ),
-        {"WITH_ENTROPY": scores.entropies.numel() > 0, "BLOCK_N": LISTED_AT_ONCE},
-        warps=8,
-    )
-    return rows, count
-
-
-def list_kept(grads: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows, positions, count) of the rows with a gradient that is not zero (NaN is not)."""
-    like = next(grad for grad in grads if grad is not None)
-    N, device = like.shape[0], like.device
-    rows, positions = (torch.empty(N, dtype=torch.int32, device=device) for _ in range(2))
-    count = torch.empty(1, dtype=torch.int32, device=device)
-    arguments = (*grads, rows, positions, count, N)
-    call(list_kept_kernel, 1, arguments, {"BLOCK_N": LISTED_AT_ONCE}, warps=8)
-    return rows, positions, count
-
-
-def gather_rows(matrix: Tensor, rows: Tensor, count: Tensor, out: Tensor, start: int = 0) -> None:
-    """out[i] = matrix[rows[start + i]] while start + i < count (on the device), in out's dtype."""
-    n, H = out.shape
-    arguments = (matrix, rows, count, out, start, H, *matrix.stride())
-    call(gather_kernel, n, arguments, {"BLOCK_H": 1024})
-
-
-def scatter_rows(matrix: Tensor, positions: Tensor, out: Tensor) -> None:
-    """out[n] = matrix[positions[n]], 0 where that is -1, in out's dtype."""
-    N, H = out.shape
-    arguments = (matrix, positions, out, H, matrix.stride(0))
-    call(scatter_kernel, N, arguments, {"BLOCK_H": 1024})
 
 
 def score(head: Head, part: Part) -> None:
@@ -180,9 +113,10 @@ def merge(head: Head, part: Part, ids: Tensor, scores: Scores) -> None:
             part.active,
             ids,
             part.partials,
-            *scores[:4],
+            *scores[:5],
             scores.statistics if part.want.statistics else None,
             part.start,
+            ids.shape[0],
             head.vocab_size,
             hidden.shape[1],
             triton.cdiv(head.vocab_size, part.tile.columns),

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .blocks import Plan
 from .contract import Head, Needs
-from .triton_launch import Rows, scatter_rows
+from .triton_launch import Rows
+from .triton_lists import scatter_rows
 
 
 class _Sum:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..host_copy import HostCopy, Mailbox
 from .contract import Head, Saved
-from .triton_launch import Rows, gather_rows, list_kept
+from .triton_launch import Rows
+from .triton_lists import gather_rows, list_kept
 
 FP16_TARGET = 2.0**13
 """fp16 dx is scaled to stay below this: far from overflow (65504) and from underflow (6e-8)."""
