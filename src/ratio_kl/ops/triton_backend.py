@@ -69,7 +69,8 @@ def _score_all(head: Head, ids: Tensor, mask: Tensor | None, scores: Scores, wan
     quantities = 2 + want.entropy + 3 * want.statistics
     segments = -(-head.vocab_size // tile.columns)
     row_bytes = 4 * quantities * segments + (H * dtype.itemsize if mask is not None else 0)
-    at_once = even_part(N, min(head.chunk_bytes, FORWARD_BYTES) // row_bytes, tile.rows)
+    most = min(head.chunk_bytes, FORWARD_BYTES) // row_bytes
+    at_once = min(even_part(N, most, tile.rows), N)
     partials = hidden.new_empty((at_once, quantities, segments), dtype=torch.float32)
     for chosen, start, rows, count in _active_rows(head, ids, mask, scores, at_once):
         part = Part(chosen, start, rows, count, partials, tile, want)
@@ -98,7 +99,7 @@ def _active_rows(
         return
     rows, count = list_active(mask, ids, scores, head.vocab_size)
     for start in range(0, N, at_once):
-        part = copy[: min(at_once, N - start)]
+        part = copy[: N - start]
         gather_rows(hidden, rows, count, part, start)
         yield part, start, rows, count
 
