@@ -189,12 +189,12 @@ def test_operators_are_well_behaved():
     policy, ref, ids, old = inputs()
     ids = ids.clamp(0, V - 1)
     given = (policy.requires_grad_(), ref, ids, MASK, old, "torch")
-    torch.library.opcheck(logits_ratio_kl_op, given)
+    torch.library.opcheck(logits_ratio_kl_op.overload, given)
     ratio, _, peak, log_sum, delta, _ = logits_ratio_kl_op(*given)
     saved = [x.detach() for x in (ratio, delta, peak, log_sum)]
     grads = (torch.ones_like(ratio).detach(), None)
     given = (policy.detach(), ids, MASK, *saved, *grads, "torch")
-    torch.library.opcheck(logits_ratio_kl_backward_op, given)
+    torch.library.opcheck(logits_ratio_kl_backward_op.overload, given)
 
 
 def test_compiled_equals_eager():

@@ -63,7 +63,7 @@ def backward_arguments(
 @pytest.mark.parametrize("modifiers", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_pass_1_is_a_well_behaved_operator(dtype: torch.dtype, modifiers: bool) -> None:
-    opcheck(linear_scores_op, tuple(flat(dtype, modifiers=modifiers).values()))
+    opcheck(linear_scores_op.overload, tuple(flat(dtype, modifiers=modifiers).values()))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
@@ -75,7 +75,7 @@ def test_pass_2_is_a_well_behaved_operator(coefficients: str, needs) -> None:
     h = torch.randn(N) if coefficients != "g" else None
     for dtype, in_logits_dtype in ((torch.float32, False), (torch.bfloat16, True)):
         arguments = backward_arguments(flat(dtype, modifiers=True), g, h, needs, in_logits_dtype)
-        opcheck(linear_logprob_backward_op, arguments)
+        opcheck(linear_logprob_backward_op.overload, arguments)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")

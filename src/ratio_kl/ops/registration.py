@@ -1,4 +1,9 @@
-"""Registering a function as a torch operator, and its gradient."""
+"""Registering a function as a torch operator, and its gradient.
+
+torch's dispatcher asks every layer that may want to see a call (compilers, function transforms,
+tensor subclasses, profilers), which for fifteen arguments takes longer than a small launch. So
+where there is no such layer the function is called directly.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,26 +13,34 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function with typed arguments the operator ratio_kl::<name>; returns the operator.
+class Operator:
+    """A function that is the operator ratio_kl::<name>, too. Calls are alike either way."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        qualified = f"ratio_kl::{name}"
+        schema = torch.library.infer_schema(function, mutates_args=())
+        torch.library.define(qualified, schema, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(qualified, "CompositeExplicitAutograd", func=_untraced(function))
+        self.overload = getattr(torch.ops.ratio_kl, name).default
+        self.direct = self.below = function
+        """What is called where no layer is in between, and that without a gradient."""
+
+    def __call__(self, *args: Any) -> Any:
+        return self.direct(*args) if _is_plain(args) else self.overload(*args)
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
+    """Make a function with typed arguments the operator ratio_kl::<name>.
 
     What torch.library.custom_op does, less its look at every call for results that alias
     arguments, which costs more time than a small launch. So an implementation must return new
     tensors; torch.library.opcheck in the tests sees to that.
     """
-
-    def register(function: Callable[..., Any]) -> Any:
-        qualified = f"ratio_kl::{name}"
-        schema = torch.library.infer_schema(function, mutates_args=())
-        torch.library.define(qualified, schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(qualified, "CompositeExplicitAutograd", func=_untraced(function))
-        return getattr(torch.ops.ratio_kl, name).default
-
-    return register
+    return lambda function: Operator(name, function)
 
 
 def differentiable(
-    op: Any, backward: Callable[..., Any], save: Callable[..., None] | None = None
+    op: Operator, backward: Callable[..., Any], save: Callable[..., None] | None = None
 ) -> None:
     """Give the operator an autograd formula.
 
@@ -39,11 +52,16 @@ def differentiable(
         save: (ctx, arguments, results) -> None.
     """
 
+    def below(args: tuple[Any, ...]) -> Any:
+        if _is_plain(args):
+            return op.below(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.overload(*args)
+
     class Gradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                results = op(*args)
+            results = below(args)
             if save is not None:
                 save(ctx, args, results)
             return tuple(results) if isinstance(results, list) else results
@@ -52,17 +70,35 @@ def differentiable(
         def backward(ctx: Any, *gradients: Any) -> Any:
             return backward(ctx, *gradients)
 
-    listed = op._schema.returns[0].type.kind() == "ListType"
+    listed = op.overload._schema.returns[0].type.kind() == "ListType"
 
     def implementation(*args: Any) -> Any:
         needed = (isinstance(arg, Tensor) and arg.requires_grad for arg in args)
         if torch.is_grad_enabled() and any(needed):
             results = Gradient.apply(*args)
             return list(results) if listed else results
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
+        return below(args)
 
-    torch.library.impl(op.name(), "Autograd", func=_untraced(implementation))
+    op.direct = implementation
+    torch.library.impl(op.overload.name(), "Autograd", func=_untraced(implementation))
+
+
+_PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, str, torch.dtype}
+
+
+def _is_plain(args: tuple[Any, ...]) -> bool:
+    """Whether nothing of torch wants to see this call: it is eager, on tensors of a real device."""
+    return (
+        not torch.compiler.is_compiling()
+        and _PLAIN.issuperset(map(type, args))
+        and args[0].device.type in ("cuda", "cpu")
+        and get_eval_frame_callback() is None
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._autograd._profiler_enabled()
+        and torch._C._get_tracing_state() is None
+    )
 
 
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
