@@ -62,9 +62,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def launch(
-    kernel: Kernel, x: Any, n: Any = 5, count: int = 3, flag: bool = True, **options
+    kernel: Kernel, x: Any, n: int = 5, count: int = 3, flag: bool = True, **options
 ) -> None:
-    triton_call.call(kernel, 2, (x, n, count), {"FLAG": flag}, **options)
+    triton_call.call(kernel, 2, (x,), (n, count), {"FLAG": flag}, **options)
 
 
 def matrix(dtype: torch.dtype = torch.float32, offset: int = 0) -> torch.Tensor:
@@ -93,7 +93,6 @@ OTHER = [
     lambda k: launch(k, matrix(), n=1),
     lambda k: launch(k, matrix(), n=32),
     lambda k: launch(k, matrix(), n=2**31 + 1),
-    lambda k: launch(k, matrix(), n=None),
     lambda k: launch(k, matrix(), count=2**31),
     lambda k: launch(k, matrix(), flag=False),
     lambda k: launch(k, matrix(), warps=8),
@@ -122,9 +121,9 @@ def test_another_device_has_kernels_of_its_own(kernel: Kernel, monkeypatch) -> N
 def test_the_launcher_is_given_addresses(kernel: Kernel) -> None:
     x = matrix()
     for _ in range(2):
-        launch(kernel, x, n=None)
+        launch(kernel, x)
     grid_and_stream, about = (2, 1, 1, 7), ("function", "metadata", None, None, None)
-    expected = (*grid_and_stream, *about, x.data_ptr(), None, 3, True)
+    expected = (*grid_and_stream, *about, x.data_ptr(), 5, 3, True)
     assert kernel.compiled[0].launches == [expected]
 
 

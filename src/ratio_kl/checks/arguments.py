@@ -146,7 +146,7 @@ def declared_vocab_size(vocab_size: int | None, weight: object) -> int | None:
 
 
 def _is_dtensor(tensor: Tensor) -> bool:
-    if not _distributed_is_available():
+    if type(tensor) in (Tensor, nn.Parameter) or not _distributed_is_available():
         return False
     from torch.distributed.tensor import DTensor
 

@@ -6,6 +6,7 @@ the compiled kernel is kept under just that, and later calls go straight to its 
 takes addresses as numbers: of a tensor it would ask the driver where it lies.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,52 +22,58 @@ _flags: dict[Any, tuple[bool, ...]] = {}
 def call(
     kernel: Any,
     programs: int,
-    arguments: tuple[Any, ...],
+    sources: tuple[Any, ...],
+    integers: tuple[int, ...],
     constants: dict[str, Any],
     *,
     warps: int = 4,
     stages: int = 3,
 ) -> None:
-    """kernel[(programs,)](*arguments, **constants), on the current device and stream.
+    """kernel[(programs,)](*sources, *integers, **constants), on the current device and stream.
 
-    arguments: all but the kernel's constexprs, in the order of its signature: tensors, tensor
-        descriptors, integers or None. constants: its constexprs, in the same order.
+    sources: tensors, tensor descriptors or None. constants: the kernel's constexprs, in the order
+        of its signature.
     """
     if not isinstance(kernel, triton.JITFunction):
         # The interpreter, on the CPU.
-        kernel[(programs,)](*arguments, **constants)
+        kernel[(programs,)](*sources, *integers, **constants)
         return
     device = torch.cuda.current_device()
     key: list[Any] = [kernel.fn, device, warps, stages]
     given: list[Any] = []
-    for argument, specialised in zip(arguments, _specialised(kernel.fn, kernel), strict=False):
-        if argument is None:
+    for source in sources:
+        if source is None:
             key.append(None)
-        elif type(argument) is int:
-            # One number for all that Triton looks at: 0 to 3, and 4 more past 32 bits.
-            kind = 0 if -(2**31) <= argument < 2**31 else 4
-            if specialised:
-                kind += 2 if argument == 1 else argument % 16 == 0
-            key.append(kind)
-        elif isinstance(argument, Tensor):
-            key.append(argument.dtype)
-            argument = argument.data_ptr()
-            key.append(argument % 16 == 0)
+        elif isinstance(source, Tensor):
+            key.append(source.dtype)
+            source = source.data_ptr()
+            key.append(source % 16 == 0)
         else:
-            key += (argument.base.dtype, *argument.block_shape)
-        given.append(argument)
+            key += (source.base.dtype, *source.block_shape)
+        given.append(source)
+    key += _kinds(_specialised(kernel.fn, kernel)[len(sources) :], integers)
     key += constants.values()
     compiled = _compiled.get(tuple(key))
     if compiled is None:
         _compiled[tuple(key)] = kernel[(programs,)](
-            *arguments, **constants, num_warps=warps, num_stages=stages
+            *sources, *integers, **constants, num_warps=warps, num_stages=stages
         )
     elif _is_watched():
-        compiled[(programs, 1, 1)](*arguments, *constants.values())
+        compiled[(programs, 1, 1)](*sources, *integers, *constants.values())
     else:
         stream = driver.active.get_current_stream(device)
         about = compiled.function, compiled.packed_metadata, None, None, None
-        compiled.run(programs, 1, 1, stream, *about, *given, *constants.values())
+        compiled.run(programs, 1, 1, stream, *about, *given, *integers, *constants.values())
+
+
+@lru_cache(maxsize=4096)
+def _kinds(specialised: tuple[bool, ...], integers: tuple[int, ...]) -> tuple[int, ...]:
+    """What Triton looks at of each: 32 bits or 64, and if specialised, whether 1, or 16 n."""
+    kinds = []
+    for looks, number in zip(specialised, integers, strict=True):
+        divisibility = (2 if number == 1 else number % 16 == 0) if looks else 0
+        kinds.append(4 * (not -(2**31) <= number < 2**31) + divisibility)
+    return tuple(kinds)
 
 
 def _is_watched() -> bool:

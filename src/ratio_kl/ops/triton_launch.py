@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import triton
 from torch import Tensor
 
 from ..kernels.dlogits import dlogits_kernel
@@ -67,6 +66,8 @@ def score(head: Head, part: Part) -> None:
             part.rows,
             part.active,
             part.partials,
+        ),
+        (
             part.start,
             n,
             vocab_size,
@@ -115,11 +116,13 @@ def merge(head: Head, part: Part, ids: Tensor, scores: Scores) -> None:
             part.partials,
             *scores[:5],
             scores.statistics if part.want.statistics else None,
+        ),
+        (
             part.start,
             ids.shape[0],
             head.vocab_size,
             hidden.shape[1],
-            triton.cdiv(head.vocab_size, part.tile.columns),
+            -(-head.vocab_size // part.tile.columns),
             *hidden.stride(),
             *head.weight.stride(),
             0 if temperature is None or temperature.ndim == 0 else temperature.stride(0),
@@ -166,6 +169,8 @@ def dlogits(head: Head, work: Rows, weight: Tensor, out: Tensor, at: tuple[int, 
             work.saved.log_sum,
             work.saved.entropies,
             *work.grads,
+        ),
+        (
             start,
             column_start,
             out.numel() if out.dim() == 1 else 0,

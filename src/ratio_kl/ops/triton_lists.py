@@ -39,6 +39,8 @@ def list_active(
             rows,
             count,
             *scores[:5],
+        ),
+        (
             N,
             vocab_size,
             mask.stride(0),
@@ -67,6 +69,8 @@ def pick_active(
             count,
             out,
             *scores[:5],
+        ),
+        (
             N,
             head.vocab_size,
             H,
@@ -97,20 +101,20 @@ def list_kept(grads: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tenso
     N, device = like.shape[0], like.device
     rows, count = _empty_list(N, device)
     positions = torch.empty_like(rows)
-    arguments = (*grads, rows, positions, count, N)
-    call(list_kept_kernel, 1, arguments, {"BLOCK_N": LISTED_AT_ONCE}, warps=8)
+    sources = (*grads, rows, positions, count)
+    call(list_kept_kernel, 1, sources, (N,), {"BLOCK_N": LISTED_AT_ONCE}, warps=8)
     return rows, positions, count
 
 
 def gather_rows(matrix: Tensor, rows: Tensor, count: Tensor, out: Tensor, start: int = 0) -> None:
     """out[i] = matrix[rows[start + i]] while start + i < count (on the device), in out's dtype."""
     n, H = out.shape
-    arguments = (matrix, rows, count, out, start, H, *matrix.stride())
-    call(gather_kernel, n, arguments, {"BLOCK_H": 1024})
+    integers = (start, H, *matrix.stride())
+    call(gather_kernel, n, (matrix, rows, count, out), integers, {"BLOCK_H": 1024})
 
 
 def scatter_rows(matrix: Tensor, positions: Tensor, out: Tensor) -> None:
     """out[n] = matrix[positions[n]], 0 where that is -1, in out's dtype."""
     N, H = out.shape
-    arguments = (matrix, positions, out, H, matrix.stride(0))
-    call(scatter_kernel, N, arguments, {"BLOCK_H": 1024})
+    integers = (H, matrix.stride(0))
+    call(scatter_kernel, N, (matrix, positions, out), integers, {"BLOCK_H": 1024})

@@ -49,6 +49,8 @@ def forward(
                     log_sum,
                     delta,
                     bad,
+                ),
+                (
                     shape[-1],
                     policy_logits.shape[-1],
                     *_strides(policy_logits),
@@ -89,6 +91,8 @@ def backward(
                     None if grad_ratio is None else grad_ratio.contiguous(),
                     None if grad_kl is None else grad_kl.contiguous(),
                     gradient,
+                ),
+                (
                     action_ids.shape[-1],
                     V,
                     *_strides(policy_logits),
