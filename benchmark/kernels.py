@@ -15,10 +15,11 @@ import torch
 import triton
 from torch import Tensor
 
+from ratio_kl import linear_logprob
 from ratio_kl.ops import triton_backend, triton_logits
 from ratio_kl.ops.contract import DEFAULT_CHUNK_BYTES, Head, LogitsSaved, Needs, Saved, Scores, Want
 
-from .measure import interleaved
+from .measure import host_time, interleaved
 
 SHAPES = ((8192, 4096, 131072), (32768, 2048, 151936), (16384, 3584, 152064), (4096, 8192, 128256))
 SMALL = tuple((N, 4096, V) for V in (32000, 131072) for N in (256, 512, 1152, 2048))
@@ -177,6 +178,31 @@ def small_table(seconds: float) -> None:
         print(f"  N={N:5d} H={H} V={V:6d}: mm {measured['mm']:.3f} ms, forward {ratio:.3f} mm")
 
 
+def host_table(N: int = 256, H: int = 1024, V: int = 32_000) -> None:
+    """How long the host takes for a pass, whose kernels take less: on an idle device, each call."""
+    step = make_step(N, H, V, torch.bfloat16)
+    half = sparse(step, 0.5, 1)
+
+    def second(of: Step) -> Callable[[], Any]:
+        scores = of.forward(with_entropy=False)
+        saved = Saved(of.ids, scores.logps, scores.max, scores.log_sum, scores.entropies)
+        return lambda: triton_backend.backward(of.head, saved, of.grads, None, needs=TRAINED)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "torch.mm": lambda: torch.mm(step.head.hidden, step.head.weight.T),
+        "pass 1": lambda: step.forward(with_entropy=False),
+        "pass 1, half inactive": lambda: half.forward(with_entropy=False),
+        "pass 2, its wait for the device included": second(step),
+        "pass 2, half inactive": second(half),
+        "linear_logprob": lambda: linear_logprob(step.head.hidden, step.head.weight, step.ids),
+    }
+    print(f"\nhost's time of a call, N={N} H={H} V={V}")
+    for name, call in calls.items():
+        call()
+        us = host_time(lambda _, call=call: call(), step.ids.device, calls=200)
+        print(f"  {name:42s} {us:6.0f} us")
+
+
 def logits_table(seconds: float, B: int = 16, T: int = 512, V: int = 131072) -> None:
     """ratio_kl on logits that exist, against eager PyTorch in float32 and in their own dtype."""
     policy, ref = (torch.randn(B, T, V, device="cuda", dtype=torch.float16) for _ in range(2))
@@ -225,6 +251,7 @@ def main() -> int:
         shape_table(*shape, arguments.seconds)
         torch.cuda.empty_cache()
     small_table(arguments.seconds)
+    host_table()
     logits_table(arguments.seconds)
     return 0
 
