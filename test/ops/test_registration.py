@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ratio_kl import linear_logprob
+from ratio_kl import linear_logprob, ratio_kl
 from ratio_kl.ops import registration
 from ratio_kl.ops.operators import linear_scores_op
 
@@ -137,3 +137,44 @@ def test_tracing_goes_through_the_dispatcher(dispatched) -> None:
     graph = make_fx(lambda h, w: linear_logprob(h, w, ids, backend="torch").logps)(hidden, weight)
     assert "ratio_kl.linear_scores.default" in str(graph.code)
     assert dispatched()
+
+
+def test_a_trace_above_the_dispatcher_has_both_operators() -> None:
+    """Such a mode is on no stack of modes while backward runs."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    ids = torch.zeros(N, dtype=torch.int64)
+
+    def gradient(hidden: Tensor, weight: Tensor) -> Tensor:
+        weight = weight.detach().requires_grad_()
+        loss = linear_logprob(hidden, weight, ids, backend="torch").logps.sum()
+        return torch.autograd.grad(loss, weight)[0]
+
+    hidden, weight = (leaf.detach() for leaf in leaves())
+    graph = make_fx(gradient, pre_dispatch=True)(hidden, weight)
+    for name in OPERATORS:
+        assert f"{name.replace('::', '.')}.default" in str(graph.code)
+    assert torch.equal(graph(2 * hidden, weight), gradient(2 * hidden, weight))
+
+
+def test_inference_mode_builds_no_graph_whatever_the_grad_mode() -> None:
+    hidden, weight = leaves()
+    ids = torch.zeros(N, dtype=torch.int64)
+    expected = linear_logprob(hidden, weight, ids).logps
+    with torch.inference_mode(), torch.enable_grad():
+        logps = linear_logprob(hidden, weight, ids).logps
+    assert logps.is_inference()
+    assert not logps.requires_grad
+    assert torch.equal(logps, expected)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_many_gradients_at_once() -> None:
+    """torch hands them over as one batch, which only its dispatcher can take apart."""
+    logits = torch.randn(3, V, requires_grad=True)
+    ids, mask, old = torch.arange(3), torch.tensor([True, False, True]), torch.zeros(3)
+    ratio, _ = ratio_kl(logits, torch.randn(3, V), ids, mask, old)
+    each = torch.eye(3)
+    batch = torch.autograd.grad(ratio, logits, each, is_grads_batched=True, retain_graph=True)[0]
+    for one, gradient in zip(each, batch, strict=True):
+        assert torch.equal(gradient, torch.autograd.grad(ratio, logits, one, retain_graph=True)[0])

@@ -74,7 +74,7 @@ def differentiable(
 
     def implementation(*args: Any) -> Any:
         needed = (isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-        if torch.is_grad_enabled() and any(needed):
+        if torch.is_grad_enabled() and not _is_below_autograd() and any(needed):
             results = Gradient.apply(*args)
             return list(results) if listed else results
         return below(args)
@@ -83,7 +83,20 @@ def differentiable(
     torch.library.impl(op.overload.name(), "Autograd", func=_untraced(implementation))
 
 
+def _is_below_autograd() -> bool:
+    """Whether the dispatcher passes autograd by, as in inference mode, whatever the grad mode."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradOther)
+
+
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, str, torch.dtype}
+
+_INFERENCE = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+_NO_LISTENER = (
+    _INFERENCE | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView),
+    _INFERENCE,
+)
+"""What the dispatcher asks in every call, in inference mode the latter. Dispatch modes, transforms
+of either vmap, tracers and functionalization each add a key of theirs."""
 
 
 def _is_plain(args: tuple[Any, ...]) -> bool:
@@ -93,11 +106,9 @@ def _is_plain(args: tuple[Any, ...]) -> bool:
         and _PLAIN.issuperset(map(type, args))
         and args[0].device.type in ("cuda", "cpu")
         and get_eval_frame_callback() is None
-        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._dispatch_tls_local_include_set() in _NO_LISTENER
         and not torch._C._len_torch_function_stack()
-        and not torch._C._are_functorch_transforms_active()
         and not torch._C._autograd._profiler_enabled()
-        and torch._C._get_tracing_state() is None
     )
 
 
