@@ -73,6 +73,13 @@ def test_softcap_of_logits_far_below_it():
     assert_right(with_head(case, hidden=hidden, bias=bias, softcap=softcap))
 
 
+def test_a_bias_of_any_stride():
+    case = make_case(70, 130, 40, modifiers=("bias",), mask=True, device=DEVICE)
+    biases = torch.randn(130, 3, device=DEVICE)
+    assert_right(with_head(case, bias=biases[:, 1]))
+    assert_right(with_head(case, bias=biases[0, :1].expand(130)))
+
+
 @pytest.mark.parametrize("temperature", [0.1, 2.0])
 def test_one_temperature_for_all_rows(temperature):
     inverse = torch.tensor(1 / temperature, device=DEVICE)

@@ -6,6 +6,7 @@ Importing this module needs no Triton; the kernels are imported when a pass runs
 import importlib.util
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ def forward(head: Head, action_ids: Tensor, mask: Tensor | None, *, want: Want) 
     if N == 0:
         return scores._replace(bad_ids=bad_ids.zero_())
     with _on_device(head.hidden):
-        _score_all(head, action_ids, mask, scores, want)
+        _score_all(_with_dense_bias(head), action_ids, mask, scores, want)
     return scores
 
 
@@ -122,7 +123,14 @@ def backward(
     saved = saved._replace(action_ids=saved.action_ids.contiguous())
     g, h = (None if grad is None else grad.contiguous() for grad in (grad_logps, grad_entropies))
     with _on_device(head.hidden):
-        return gradients(head, saved, (g, h), needs, hidden_done)
+        return gradients(_with_dense_bias(head), saved, (g, h), needs, hidden_done)
+
+
+def _with_dense_bias(head: Head) -> Head:
+    """Kernels walk through the bias without a stride."""
+    if head.bias is None or head.bias.is_contiguous():
+        return head
+    return replace(head, bias=head.bias.contiguous())
 
 
 def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
