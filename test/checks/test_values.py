@@ -4,6 +4,8 @@ What an accelerator's copy brings is played by entries of the queue here.
 """
 
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
 
 import pytest
 import torch
@@ -73,3 +75,22 @@ def test_an_error_is_raised_once(pending: deque) -> None:
     with pytest.raises(ValueError, match="^2 bad$"):
         values.raise_pending(wait=False)
     values.raise_pending(wait=True)
+
+
+class SlowCopy(Copy):
+    """One that other threads get to run beside, as they do while the host waits for a device."""
+
+    def synchronize(self) -> None:
+        sleep(0.1)
+        super().synchronize()
+
+
+def test_threads_do_not_take_each_others_counts(pending: deque) -> None:
+    """autograd runs the backwards of two devices in two threads, and both look."""
+    for count in (0, 3):
+        pending.append((HostCopy(torch.tensor([count]), SlowCopy(False)), error_of))
+    with ThreadPoolExecutor(2) as threads:
+        looks = [threads.submit(values.raise_pending, wait=True) for _ in range(2)]
+    errors = [error for look in looks if (error := look.exception()) is not None]
+    assert [(type(error), str(error)) for error in errors] == [(ValueError, "3 bad")]
+    assert not pending

@@ -7,6 +7,7 @@ backward, in the next call, or when the caller asks with `raise_pending(wait=Tru
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Literal
 
 import torch
@@ -25,6 +26,8 @@ anyway, "eager" at once, "defer" not at all, because its caller first adds them 
 _REMEMBERED = 64
 _mailbox = Mailbox(_REMEMBERED)
 _pending: deque[tuple[HostCopy, MakeError]] = deque(maxlen=_REMEMBERED)
+# autograd runs the backwards of several devices in threads of their own.
+_lock = Lock()
 
 
 def check_counts(bad: Tensor, make_error: MakeError, checks: str) -> None:
@@ -47,7 +50,8 @@ def check_counts(bad: Tensor, make_error: MakeError, checks: str) -> None:
         _raise_for(bad.reshape(-1).tolist(), make_error)
         return
     raise_pending(wait=False)
-    _pending.append((_mailbox.send(bad), make_error))
+    with _lock:
+        _pending.append((_mailbox.send(bad), make_error))
 
 
 def _raise_for(counts: Sequence[float], make_error: MakeError) -> None:
@@ -63,13 +67,14 @@ def raise_pending(*, wait: bool) -> None:
     """
     if not _pending or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return
-    while _pending:
-        counts, make_error = _pending[0]
-        if not wait and not counts.has_arrived():
-            return
-        numbers = counts.wait()
-        _pending.popleft()
-        _raise_for(numbers, make_error)
+    with _lock:
+        while _pending:
+            counts, make_error = _pending[0]
+            if not wait and not counts.has_arrived():
+                return
+            numbers = counts.wait()
+            _pending.popleft()
+            _raise_for(numbers, make_error)
 
 
 def bad_values_error(vocab_size: int, ids: int, temperatures: int = 0) -> ValueError:
