@@ -8,7 +8,7 @@ from torch.distributions import Categorical
 
 from ratio_kl import linear_logprob
 from ratio_kl.reference import reference_logprob
-from support import assert_close
+from support import BACKENDS, assert_close
 
 FLOAT64 = 1e-12
 # The smallest tiles (64 x 64), strips, and everything at once.
@@ -107,16 +107,19 @@ def test_any_mix_of_dtypes(hidden_dtype, weight_dtype, chunk_bytes: int) -> None
         assert_close(a, b, unit, str(leaf.dtype))
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("device_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("leaf", DTYPES)
-def test_under_autocast(leaf: torch.dtype, device_dtype: torch.dtype) -> None:
+def test_under_autocast(leaf: torch.dtype, device_dtype: torch.dtype, masked: bool) -> None:
+    """Both passes: with a mask, the gradients are summed for some rows only."""
     hidden, weight, ids = given(leaf)
+    mask = torch.rand(B, T) > 0.4 if masked else torch.ones(B, T, dtype=torch.bool)
     with torch.autocast("cpu", dtype=device_dtype):
-        ours = linear_logprob(hidden, weight, ids, return_entropy=True)
+        ours = linear_logprob(hidden, weight, ids, mask, return_entropy=True)
         actual = torch.autograd.grad(ours.logps.sum() + ours.entropies.sum(), [hidden, weight])
     assert ours.logps.dtype == (torch.float64 if leaf == torch.float64 else torch.float32)
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    exact = reference_logprob(*wide, ids)
+    exact = [mask * scores for scores in reference_logprob(*wide, ids)]
     # At worst each operand is rounded once to autocast's dtype, over a width of 6.
     bound = FLOAT64 if leaf == torch.float64 else 4 * torch.finfo(device_dtype).eps
     assert_close(ours.logps, exact[0], bound, "logps")
@@ -183,6 +186,30 @@ def test_dtypes_of_ids_and_mask(ids_dtype: torch.dtype, mask_dtype: torch.dtype)
     plain = linear_logprob(hidden, weight, ids, mask)
     typed = linear_logprob(hidden, weight, ids.to(ids_dtype), mask.to(mask_dtype) * 1)
     assert torch.equal(plain.logps, typed.logps)
+
+
+def test_masks_that_inference_mode_made_can_be_trained_on() -> None:
+    hidden, weight, ids = given()
+    plain = torch.rand(B, T) > 0.4
+    with torch.inference_mode():
+        mask = plain.clone()
+    expected = torch.autograd.grad(linear_logprob(hidden, weight, ids, plain).logps.sum(), weight)
+    actual = torch.autograd.grad(linear_logprob(hidden, weight, ids, mask).logps.sum(), weight)
+    assert torch.equal(actual[0], expected[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("which", [0, 1])
+def test_lazily_negated_inputs(which: int, backend: str) -> None:
+    """torch may keep a sign as a bit beside the numbers, which kernels do not look at."""
+    hidden, weight, ids = given(torch.float32)
+    negated = [hidden.detach(), weight.detach()]
+    lazy = list(negated)
+    lazy[which] = torch.complex(*[negated[which]] * 2).conj().imag
+    negated[which] = -negated[which]
+    assert lazy[which].is_neg()
+    ours, expected = (linear_logprob(*x, ids, backend=backend).logps for x in (lazy, negated))
+    assert torch.equal(ours, expected)
 
 
 def test_any_non_zero_mask_is_active() -> None:

@@ -29,6 +29,9 @@ def check_tensor(name: str, value: object, *, sharded: bool = False) -> Tensor:
         raise ValueError(f"{name} is a DTensor, expected a plain tensor: pass {name}.full_tensor()")
     if not torch.compiler.is_compiling():
         _refuse_derivatives(name, value)
+        if value.is_neg():
+            # The imaginary part of a conjugate, say: torch negates as it reads, and kernels do not.
+            return value.resolve_neg()
     return value
 
 
@@ -61,8 +64,12 @@ def check_integer(name: str, value: object) -> Tensor:
     tensor = check_tensor(name, value)
     if tensor.dtype not in INTEGER_DTYPES:
         raise ValueError(f"{name} must have an integer dtype; got {tensor.dtype}")
+    return _saveable(tensor)
+
+
+def _saveable(tensor: Tensor) -> Tensor:
+    """A copy where it was made in inference mode, as rollouts are: backward could not save it."""
     if not torch.compiler.is_compiling() and tensor.is_inference() and torch.is_grad_enabled():
-        # Rollouts are made in inference mode, and backward could not save their ids.
         return tensor.clone()
     return tensor
 
@@ -72,7 +79,7 @@ def check_real(name: str, value: object) -> Tensor:
     tensor = check_tensor(name, value)
     if tensor.dtype not in (torch.bool, *INTEGER_DTYPES, *FLOATING_DTYPES):
         raise ValueError(f"{name} must have dtype bool, integer or floating; got {tensor.dtype}")
-    return tensor
+    return _saveable(tensor)
 
 
 def check_scalar(name: str, value: object) -> Tensor:
