@@ -13,6 +13,42 @@ def test_on_the_cpu_they_are_here() -> None:
     assert Mailbox(2).send(torch.tensor(0.5, dtype=torch.float64)).wait() == [0.5]
 
 
+class OnAccelerator(torch.Tensor):
+    """Numbers on the CPU that say they are on a GPU."""
+
+    is_cuda = True
+
+
+class Event:
+    def record(self, stream: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Two numbers of a GPU that is played here: what a mailbox asks of it does nothing."""
+    zeros = torch.zeros
+
+    def pinned(*size, device: str, pin_memory: bool, **options) -> torch.Tensor:
+        assert device == "cpu"  # named, for torch.set_default_device may say another
+        assert pin_memory
+        return zeros(*size, **options)
+
+    numbers = torch.tensor([3, 5]).as_subclass(OnAccelerator)
+    monkeypatch.setattr(torch, "zeros", pinned)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    return numbers
+
+
+def test_a_mailbox_that_inference_mode_used_first_is_there_for_training(accelerator) -> None:
+    mailbox = Mailbox(1)
+    with torch.inference_mode():
+        assert mailbox.send(accelerator).wait() == [3, 5]
+    assert mailbox.send(accelerator + 1).wait() == [4, 6]
+
+
 @pytest.mark.gpu
 def test_from_a_gpu_they_arrive_in_order_and_hold_their_values() -> None:
     """Two of a kind in the air at once; a third takes the first one's place."""

@@ -44,10 +44,15 @@ class Mailbox:
         kind = numbers.device, numbers.dtype, numbers.numel()
         slots = self._slots.get(kind)
         if slots is None:
-            pinned = torch.zeros(self._copies, *numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            slots = cycle([(slot, torch.cuda.Event()) for slot in pinned.unbind()])
-            self._slots[kind] = slots
+            slots = self._slots[kind] = self._new_slots(numbers)
         on_host, arrived = next(slots)
         on_host.copy_(numbers, non_blocking=True)
         arrived.record(torch.cuda.current_stream(numbers.device))
         return HostCopy(on_host, arrived)
+
+    def _new_slots(self, numbers: Tensor) -> Iterator[tuple[Tensor, torch.cuda.Event]]:
+        shape = self._copies, *numbers.shape
+        # What is made in inference mode could not be written to outside of it, in a later call.
+        with torch.inference_mode(False):
+            pinned = torch.zeros(shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+            return cycle([(slot, torch.cuda.Event()) for slot in pinned.unbind()])
