@@ -273,14 +273,11 @@ class _RunningGradient:
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right in `dtype`: that of the operands, or wider on CUDA.
-
-    Into `out`, which autocast leaves alone: it would round the operands.
-    """
+    """left @ right in `dtype`: that of the operands, or wider on CUDA."""
+    # With `out`, for autocast leaves that alone and would round the operands.
     out = left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)
-    if left.dtype == dtype:
-        return torch.mm(left, right, out=out)
-    return torch.mm(left, right, out_dtype=dtype, out=out)
+    wider = {} if left.dtype == dtype else {"out_dtype": dtype}
+    return torch.mm(left, right, **wider, out=out)
 
 
 def _targets(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
