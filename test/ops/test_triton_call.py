@@ -127,6 +127,18 @@ def test_the_launcher_is_given_addresses(kernel: Kernel) -> None:
     assert kernel.compiled[0].launches == [expected]
 
 
+def test_amd_gpus_have_kernels_of_their_own_for_large_memory(kernel: Kernel, monkeypatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    small = matrix(torch.uint8)
+    for start in (0, 0, 16):
+        launch(kernel, small[start:])
+    assert len(kernel.compiled) == 1
+    large = torch.empty(2**31, dtype=torch.uint8, device="meta")
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)
+    launch(kernel, large)
+    assert len(kernel.compiled) == 2
+
+
 @pytest.mark.parametrize(
     "hook", [lambda metadata: None, SimpleNamespace(calls=[print])], ids=["a hook", "a chain"]
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .groups import Group, add_in_order, gather_over
 
-ANCHOR = torch.zeros((), requires_grad=True)
+ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 """A leaf whose gradient is 0. What hangs on it runs backward even where nothing else asks for it,
 which the other ranks' collectives may wait for."""
 
