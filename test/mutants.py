@@ -65,7 +65,7 @@ MUTANTS = [
         ("        entropy = log_sum - moment / mass", "        entropy = log_sum - moment"),
         ("tl.where(bad, -1, action), V", "action, V"),
         ("masses += share * mass", "masses = share * mass"),
-        ("if token == 0:", "if row == 0:"),
+        ("if token == 0:", "if token == 1:"),
         ("bad_ids += count_bad_ids(", "bad_ids = count_bad_ids("),
         ("stride, n < N, V)", "stride, n <= N, V)"),
     ),
