@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 from kernels.head_cases import Case, make_case
 from ratio_kl.kernels.tiles import tile_for
-from ratio_kl.ops import torch_backend, triton_backend, triton_products
+from ratio_kl.ops import torch_backend, torch_products, triton_backend, triton_products
 from ratio_kl.ops.contract import Needs, Saved, Want
 from ratio_kl.ops.sharding import sharding_of
 
@@ -18,7 +18,7 @@ TILE = tile_for(torch.device(DEVICE), torch.bfloat16)
 N, V, H = TILE.rows + 6, 2 * TILE.columns + 2, 16
 """Two row tiles and three column tiles, of which one block may hold one."""
 BACKENDS = {
-    "torch": (torch_backend, torch_backend._RunningGradient, "result", "sum"),
+    "torch": (torch_backend, torch_products.RunningGradient, "result", "sum"),
     "triton": (triton_backend, triton_products._Sum, "out", "buffer"),
 }
 

@@ -69,7 +69,14 @@ def tile_for(device: torch.device, dtype: torch.dtype, *operands: torch.dtype) -
 
     operands: dtypes of the matrices, where they are converted as their tiles are loaded.
     """
-    kind = "half" if dtype.itemsize == 2 else precision(device, dtype)
+    return _tile(device, dtype, operands, precision(device, dtype))
+
+
+@lru_cache
+def _tile(
+    device: torch.device, dtype: torch.dtype, operands: tuple[torch.dtype, ...], rounding: str
+) -> Tile:
+    kind = "half" if dtype.itemsize == 2 else rounding
     if kind == "half" and any(operand.itemsize > 2 for operand in operands):
         kind = "narrowed"
     return TILES.get((architecture(device), kind)) or TILES["any", kind]

@@ -26,10 +26,15 @@ def backend_for(
     if requested != "torch" and not (requested == "" and device.type == "cpu"):
         reason = triton_unavailable_reason(device, dtype)
         if reason is None:
-            return importlib.import_module(f".triton_{operator}", __package__)
+            return _module("triton", operator)
         if requested == "triton":
             raise ValueError(f"backend='triton' cannot run here: {reason}")
-    return importlib.import_module(f".torch_{operator}", __package__)
+    return _module("torch", operator)
+
+
+@lru_cache
+def _module(backend: str, operator: str) -> ModuleType:
+    return importlib.import_module(f".{backend}_{operator}", __package__)
 
 
 def triton_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -40,8 +45,8 @@ def triton_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str |
 def _reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
-    backend = importlib.import_module(".triton_backend", __package__)
-    reason: str | None = backend.unavailable_reason(device, dtype)
+    support = importlib.import_module(".triton_support", __package__)
+    reason: str | None = support.unavailable_reason(device, dtype)
     return reason
 
 

@@ -15,16 +15,24 @@ from torch import Tensor
 
 from .contract import Gradients, Head, HiddenDone, Needs, Saved, Scores, Want
 from .tiling import LogitTiles, select, tile_view
+from .torch_products import RunningGradient
 
 # Stands in for -inf where it meets a zero (0 * -inf is NaN); exp of it is exactly 0.
 _VERY_NEGATIVE = -1e4
 
 
-def forward(head: Head, action_ids: Tensor, mask: Tensor | None, *, want: Want) -> Scores:
+def forward(
+    head: Head,
+    action_ids: Tensor,
+    mask: Tensor | None,
+    *,
+    want: Want,
+    bad_ids: Tensor | None = None,
+) -> Scores:
     """Pass 1 (contract.py). Inactive rows are selected away before anything is computed."""
     rows = None if mask is None or bool(mask.all()) else mask.nonzero().squeeze(1)
     ids = select(action_ids, rows).to(torch.int64)
-    bad_ids = ((ids < 0) | (ids >= head.vocab_size)).sum()
+    count_of_bad = ((ids < 0) | (ids >= head.vocab_size)).sum()
     tiles = LogitTiles(head, rows, buffers=2 + want.statistics)
     sums = _OnlineSums(ids, tiles.dtype, want)
     for columns in tiles.column_blocks():
@@ -40,7 +48,7 @@ def forward(head: Head, action_ids: Tensor, mask: Tensor | None, *, want: Want) 
         entropies=_scatter(entropies, rows, count) if want.entropy else entropies,
         max=_scatter(sums.peak, rows, count),
         log_sum=_scatter(log_sum, rows, count),
-        bad_ids=bad_ids,
+        bad_ids=count_of_bad if bad_ids is None else bad_ids.copy_(count_of_bad, non_blocking=True),
         statistics=_scatter(sums.statistics(head.vocab_size).T, rows, count).T.contiguous()
         if want.statistics
         else sums.peak.new_empty((3, 0)),
@@ -66,10 +74,10 @@ def backward(
     d_hidden = d_weight = d_bias = None
     if needs.hidden:
         dtype = tiles.dtype if hidden_done else _gradient_dtype(head.hidden, tiles, needs)
-        d_hidden = _RunningGradient(head.hidden, dtype, tiles, hidden_whole, rows)
+        d_hidden = RunningGradient(head.hidden, dtype, tiles, hidden_whole, rows)
     if needs.weight:
         dtype = _gradient_dtype(head.weight, tiles, needs)
-        d_weight = _RunningGradient(head.weight, dtype, tiles, not hidden_whole)
+        d_weight = RunningGradient(head.weight, dtype, tiles, not hidden_whole)
     if needs.bias:
         d_bias = head.weight.new_zeros(head.weight.shape[0], dtype=tiles.dtype)
     for block, columns in tiles.walk(columns_outermost=hidden_whole):
@@ -204,80 +212,6 @@ def _logits_gradient(
         if chain is not None:
             grad.mul_(chain)
     return grad
-
-
-class _RunningGradient:
-    """A leaf's gradient, summed over tiles in the logits' dtype and rounded once.
-
-    Where the gradient has that dtype, it is its own sum. Otherwise the sum is either whole
-    (tiles of all blocks interleave) or one block long (all tiles of a block come in a row).
-    Blocks count the selected rows of the leaf; all other rows of the gradient are 0.
-    """
-
-    def __init__(
-        self,
-        leaf: Tensor,
-        dtype: torch.dtype,
-        tiles: LogitTiles,
-        whole: bool,
-        rows: Tensor | None = None,
-    ):
-        self.rows = rows
-        self.whole = whole
-        self.open: slice | None = None
-        self.result = leaf.new_zeros(leaf.shape, dtype=dtype)
-        self.sum: Tensor | None = None
-        if dtype != tiles.dtype:
-            lines = leaf.shape[0] if rows is None else rows.shape[0]
-            lines = lines if whole else min(max(tiles.row_step, tiles.column_step), lines)
-            self.sum = leaf.new_zeros((lines, leaf.shape[1]), dtype=tiles.dtype)
-
-    def add(self, block: slice, left: Tensor, right: Tensor) -> None:
-        """gradient[block] += left @ right."""
-        if self.sum is None and self.rows is not None:
-            # Each row occurs once, so the order of additions is that of the tiles.
-            self.result.index_add_(0, self.rows[block], _product(left, right, self.result.dtype))
-            return
-        if self.sum is None:
-            target = self.result[block]
-        elif self.whole:
-            target = self.sum[block]
-        else:
-            if block != self.open:
-                self._round_open_block()
-                self.open = block
-            target = self.sum[: block.stop - block.start]
-        if left.dtype == target.dtype:
-            target.addmm_(left, right)
-        else:
-            torch.addmm(target, left, right, out_dtype=target.dtype, out=target)
-
-    def _round_open_block(self) -> None:
-        if self.open is not None and self.sum is not None:
-            self._round(self.open, self.sum[: self.open.stop - self.open.start])
-            self.sum.zero_()
-
-    def _round(self, block: slice, sums: Tensor) -> None:
-        if self.rows is None:
-            self.result[block] = sums
-        else:
-            self.result.index_copy_(0, self.rows[block], sums.to(self.result.dtype))
-
-    def finish(self) -> Tensor:
-        """The gradient."""
-        if self.sum is not None and self.whole:
-            self._round(slice(0, self.sum.shape[0]), self.sum)
-        else:
-            self._round_open_block()
-        return self.result
-
-
-def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right in `dtype`: that of the operands, or wider on CUDA."""
-    # With `out`, for autocast leaves that alone and would round the operands.
-    out = left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)
-    wider = {} if left.dtype == dtype else {"out_dtype": dtype}
-    return torch.mm(left, right, **wider, out=out)
 
 
 def _targets(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
