@@ -95,14 +95,9 @@ MUTANTS = [
         ("tl.store(rows_ptr + position, row)", "tl.store(rows_ptr + position, position)"),
         ("tl.store(logps_ptr + row, 0.0)", "pass"),
         ("tl.store(entropies_ptr + row, 0.0)", "pass"),
-        (
-            "grad_logps_ptr + n, mask=n < N, other=0.0) != 0",
-            "grad_logps_ptr + n, mask=n < N, other=0.0) > 0",
-        ),
-        (
-            "grad_entropies_ptr + n, mask=n < N, other=0.0) != 0",
-            "grad_entropies_ptr + n, mask=n < N, other=0.0) > 0",
-        ),
+        ("has_gradient(n, n < N, grad_logps_ptr", "has_gradient(n, n < N - 1, grad_logps_ptr"),
+        ("tl.where(kept, H, 0)", "H"),
+        ("tl.where(kept, H, 0)", "0"),
         ("tl.where(keep, position, -1)", "position"),
         ("if row + start >= tl.load(count_ptr)", "if row >= tl.load(count_ptr)"),
         ("tl.load(rows_ptr + row + start)", "tl.load(rows_ptr + row)"),
@@ -143,6 +138,8 @@ MUTANTS = [
             "(columns < V)[None, :] & (rows < N + 1)[:, None]",
         ),
         ("left, right = tl.split(halves)", "right, left = tl.split(halves)"),
+        ("dx = tl.where(kept[:, None], dx, 0.0)", "dx += 0.0"),
+        ("dx = tl.where(kept[:, None], dx, 0.0)", "dx = tl.where(kept[:, None], 0.0, dx)"),
     ),
     *_of(
         "kernels/primitives.py",
@@ -152,6 +149,15 @@ MUTANTS = [
         ),
         ("(ids < 0) | (ids >= V)", "(ids < 0) | (ids > V)"),
         ("(ids < 0) | (ids >= V)", "ids >= V"),
+        (
+            "grad_logps_ptr + n, mask=inside, other=0.0) != 0",
+            "grad_logps_ptr + n, mask=inside, other=0.0) > 0",
+        ),
+        (
+            "grad_entropies_ptr + n, mask=inside, other=0.0) != 0",
+            "grad_entropies_ptr + n, mask=inside, other=0.0) > 0",
+        ),
+        ("kept = kept | (tl.load(grad_entropies_ptr", "kept = (tl.load(grad_entropies_ptr"),
         ("first + within % height", "first + within % GROUP"),
         ("x += part", "x = part"),
         ("tl.minimum(start + LONGEST_SUM, H)", "H"),

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 
+pytest.importorskip("triton")
 from kernels.head_cases import (
     ALL,
     MODIFIERS,
@@ -20,10 +21,16 @@ from kernels.head_cases import (
     relative_error,
     run,
 )
-from ratio_kl.ops import triton_backend
+from ratio_kl.ops import (
+    torch_backend,
+    triton_backend,
+    triton_gradients,
+    triton_launch,
+    triton_lists,
+    triton_rows,
+)
 from ratio_kl.ops.contract import Needs, Saved, Want
 
-pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes in numpy, which warns of the NaN and inf that kernels select away.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -138,8 +145,6 @@ def test_strides_and_misaligned_rows_give_bitwise_the_same():
 
 def test_a_block_of_dx_is_the_same_by_pointer_and_nothing_lies_beside_it():
     """Rows of 192 numbers are stored by descriptor, of 131 by pointer; two and three tiles."""
-    from ratio_kl.ops import triton_launch  # needs Triton, unlike the backend
-
     case = make_case(70, 130, 40, modifiers=MODIFIERS[:4], device=DEVICE)
     grads = case.grad_logps, case.grad_entropies
     saved = saved_of(case, run(case)[0])
@@ -174,8 +179,18 @@ def test_entropy_or_logp_gradient_alone():
     assert_right(case._replace(grad_logps=None))
 
 
-def test_zero_and_nan_coefficients():
-    """Rows with zero coefficients are not read in pass 2; NaN is not zero and stays visible."""
+UNREAD = {
+    "captured": ("_is_capturing", lambda tensor: True),
+    "small": ("SMALL", 2**33),
+}
+"""What makes pass 2 compute all rows, so that the host reads nothing."""
+
+
+@pytest.mark.parametrize("way", ["listed", *UNREAD])
+def test_zero_and_nan_coefficients(way, monkeypatch):
+    """Rows with zero coefficients do not matter in pass 2; NaN is not zero and stays visible."""
+    if way in UNREAD:
+        monkeypatch.setattr(triton_gradients, *UNREAD[way])
     case = make_case(70, 130, 40, device=DEVICE)
     scores, _ = run(case)
     zero = case._replace(grad_logps=torch.zeros_like(case.grad_logps), grad_entropies=None)
@@ -196,19 +211,22 @@ def test_zero_and_nan_coefficients():
 
 
 # 70 rows and 130 columns: several tiles each way. fp16's scale stays on the device.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_the_same_without_a_host_read(dtype, entropy, monkeypatch):
-    """What a captured graph runs: all rows, those without a gradient made to give zeros."""
-    from ratio_kl.ops import triton_gradients  # needs Triton, unlike the backend
-
+@pytest.mark.parametrize("way", UNREAD)
+def test_the_same_without_a_host_read(dtype, entropy, way, monkeypatch):
+    """All rows are computed, and those without a gradient give zeros whatever they hold."""
     case = make_case(
         70, 130, 40, modifiers=MODIFIERS, mask=True, entropy=entropy, dtype=dtype, device=DEVICE
     )
     off = ~case.mask
     case.head.hidden[off] = torch.nan
     listed = assert_right(case)[1]
-    monkeypatch.setattr(triton_gradients, "_is_capturing", lambda tensor: True)
+    case.head.inverse_temperature[off] = torch.tensor([torch.nan, torch.inf, 0.0], device=DEVICE)[
+        torch.arange(int(off.sum()), device=DEVICE) % 3
+    ]
+    monkeypatch.setattr(triton_gradients, *UNREAD[way])
+    monkeypatch.setattr(triton_rows, "_mailbox", None)
     unread = assert_right(case)[1]
     assert not unread.hidden[off].any()
     for name in ("hidden", "weight", "bias"):
@@ -340,8 +358,6 @@ def test_rows_are_listed_or_picked(at_once, monkeypatch):
 
     Here 70 rows: picked, and by lists of two steps of 64 and some, and of three of 32 and some.
     """
-    from ratio_kl.ops import triton_lists  # needs Triton, unlike the backend
-
     case = make_case(70, 7, 16, modifiers=MODIFIERS, mask=True, device=DEVICE)
     case.mask[:3] = torch.tensor([False, True, True], device=DEVICE)
     ids = torch.where(case.mask, case.head.vocab_size, -1)
@@ -354,6 +370,20 @@ def test_rows_are_listed_or_picked(at_once, monkeypatch):
         assert wanted is actual is None or torch.equal(wanted, actual)
     assert bad == case.mask.sum()
     assert triton_backend.forward(case.head, ids, case.mask, want=Want(False)).bad_ids == bad
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("N", [0, 5])
+@pytest.mark.parametrize("backend", [triton_backend, torch_backend])
+def test_bad_ids_are_counted_where_the_caller_says(backend, N, masked):
+    case = make_case(N, 130, 40, mask=masked, device=DEVICE)
+    ids = torch.full((N,), 130, device=DEVICE)
+    place = torch.full((), -1, device="cpu", pin_memory=DEVICE == "cuda")
+    scores = backend.forward(case.head, ids, case.mask, want=Want(False), bad_ids=place)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert scores.bad_ids is place
+    assert int(place) == (N if case.mask is None else int(case.mask.sum()))
 
 
 def test_bad_ids_of_many_rows():
@@ -392,14 +422,3 @@ def test_inputs_are_not_written():
     before = [value.clone() for value in tensors]
     run(case)
     assert all(map(torch.equal, tensors, before))
-
-
-def test_unavailable_reason():
-    cpu, reason = torch.device("cpu"), triton_backend.unavailable_reason
-    assert "float64" in reason(cpu, torch.float64)
-    assert "meta" in reason(torch.device("meta"), torch.float32)
-    if DEVICE == "cpu":
-        assert reason(cpu, torch.float32) is None
-    else:
-        assert "CPU" in reason(cpu, torch.float32)
-        assert reason(torch.device("cuda", 0), torch.bfloat16) is None

@@ -5,7 +5,7 @@ same kind must find what it made, and no call may find what was made for another
 """
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -64,7 +64,23 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 def launch(
     kernel: Kernel, x: Any, n: int = 5, count: int = 3, flag: bool = True, **options
 ) -> None:
-    triton_call.call(kernel, 2, (x,), (n, count), {"FLAG": flag}, **options)
+    blocks = ()
+    if isinstance(x, Blocks):
+        x, blocks = x.matrix, (x.shape,)
+    key = (
+        n,
+        count,
+        flag,
+        blocks and tuple(blocks[0]),
+        *options.values(),
+        x if x is None else x.dtype,
+    )
+    triton_call.call(
+        kernel,
+        key,
+        (x,),
+        lambda: triton_call.Arguments(2, (n, count), {"FLAG": flag}, blocks, **options),
+    )
 
 
 def matrix(dtype: torch.dtype = torch.float32, offset: int = 0) -> torch.Tensor:
@@ -74,8 +90,15 @@ def matrix(dtype: torch.dtype = torch.float32, offset: int = 0) -> torch.Tensor:
     return storage[start + offset :]
 
 
-def descriptor(rows: int) -> SimpleNamespace:
-    return SimpleNamespace(base=matrix(), block_shape=[rows, 8])
+class Blocks(NamedTuple):
+    """A matrix that is passed as a descriptor of blocks of this shape."""
+
+    matrix: torch.Tensor
+    shape: list[int]
+
+
+def blocks(rows: int) -> Blocks:
+    return Blocks(matrix().view(8, 8), [rows, 8])
 
 
 SAME = [
@@ -88,8 +111,8 @@ OTHER = [
     lambda k: launch(k, matrix(torch.bfloat16)),
     lambda k: launch(k, matrix(offset=1)),
     lambda k: launch(k, None),
-    lambda k: launch(k, descriptor(16)),
-    lambda k: launch(k, descriptor(32)),
+    lambda k: launch(k, blocks(4)),
+    lambda k: launch(k, blocks(8)),
     lambda k: launch(k, matrix(), n=1),
     lambda k: launch(k, matrix(), n=32),
     lambda k: launch(k, matrix(), n=2**31 + 1),

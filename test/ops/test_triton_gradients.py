@@ -79,6 +79,22 @@ def test_the_device_has_work_while_the_host_waits(monkeypatch, hidden, needs, ea
     assert events.count("dx") >= 1
 
 
+@pytest.mark.parametrize("is_small", [True, False])
+@pytest.mark.parametrize("early", [False, True], ids=["at the end", "handed over early"])
+def test_a_small_head_computes_all_rows(monkeypatch, is_small, early):
+    """Up to so many multiplications of a product the host reads nothing."""
+    waits, handed = [], []
+    wait = HostCopy.wait
+    monkeypatch.setattr(HostCopy, "wait", lambda self: (waits.append(1), wait(self))[1])
+    case = with_rows(make_case(20, 70, 16, device=DEVICE), kept=7)
+    monkeypatch.setattr(triton_gradients, "SMALL", 20 * 70 * 16 - (not is_small))
+    gradients = backward(case, Needs(True, True, False), done=handed.append if early else None)
+    assert len(waits) == (not is_small)
+    assert len(handed) == early
+    assert int((gradients.hidden != 0).any(1).sum()) == 7
+    assert_right(case, tolerance=TOLERANCE[torch.float32])
+
+
 # The last of the blocks of one tile has 24 columns; the sum of 9 rows in fp32 takes as much as 18.
 @pytest.mark.parametrize(("rows", "lies_there"), [(9, True), (N, False)])
 def test_the_sum_of_d_hidden_lies_in_d_weight_where_its_last_block_is_large_enough(

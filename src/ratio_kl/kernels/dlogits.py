@@ -15,6 +15,7 @@ import triton.language as tl
 from .primitives import (
     ALIGNED,
     LOG2E,
+    has_gradient,
     modified_logits,
     product_gradient,
     product_tile,
@@ -104,6 +105,7 @@ def dlogits_kernel(
     HIDDEN_TMA: tl.constexpr,
     WEIGHT_TMA: tl.constexpr,
     OUT_TMA: tl.constexpr,
+    HAS_BLANKS: tl.constexpr,
 ):
     if kept_ptr is not None:
         # The host does not know N yet: as many columns as fit, by blocks.fitting_columns.
@@ -137,4 +139,8 @@ def dlogits_kernel(
             dz, x, columns, column_start + V, tokens, stride_tn,
             bias_ptr, logit_scale_ptr, softcap_ptr, temperature_ptr,
         )  # fmt: skip
+        if HAS_BLANKS:
+            # A row without a gradient is 0, whatever its temperature or what was saved of it.
+            kept = has_gradient(tokens, tokens >= 0, grad_logps_ptr, grad_entropies_ptr)
+            dx = tl.where(kept[:, None], dx, 0.0)
         store_tile(out, dx.to(DTYPE), row, column, N, V, stride_on, BLOCK_N, BLOCK_V, OUT_TMA)

@@ -42,18 +42,16 @@ def fits_descriptor(matrix: Tensor) -> bool:
     )
 
 
-def tile_source(matrix: Tensor, block: list[int], by_descriptor: bool) -> Any:
-    """What a kernel reads or writes tiles of `matrix` through: a descriptor, or its pointer.
+def descriptor(matrix: Tensor | None, block: list[int]) -> Any:
+    """The descriptor by which a kernel reads or writes blocks of a matrix that fits one.
 
-    by_descriptor: the matrix fits one. The descriptor's own look at that would take longer than
-    all else that a launch does with it.
+    Its own look at that would take longer than all else that a launch does with it.
     """
-    if not by_descriptor:
-        return matrix
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.base, descriptor.block_shape = matrix, block
-    descriptor.shape, descriptor.strides = list(matrix.shape), list(matrix.stride())
-    return descriptor
+    assert matrix is not None
+    made = object.__new__(TensorDescriptor)
+    made.base, made.block_shape = matrix, block
+    made.shape, made.strides = list(matrix.shape), list(matrix.stride())
+    return made
 
 
 @triton.jit
@@ -61,6 +59,17 @@ def count_bad_ids(ids_ptrs, active, V):
     """How many of the active ids lie outside [0, V), int64."""
     ids = tl.load(ids_ptrs, mask=active, other=0)
     return tl.sum(((ids < 0) | (ids >= V)).to(tl.int64), 0)
+
+
+@triton.jit
+def has_gradient(n, inside, grad_logps_ptr, grad_entropies_ptr):
+    """Whether row n has a gradient that is not zero (NaN is not); either pointer may be None."""
+    kept = n < 0
+    if grad_logps_ptr is not None:
+        kept = kept | (tl.load(grad_logps_ptr + n, mask=inside, other=0.0) != 0)
+    if grad_entropies_ptr is not None:
+        kept = kept | (tl.load(grad_entropies_ptr + n, mask=inside, other=0.0) != 0)
+    return kept
 
 
 @triton.jit

@@ -4,6 +4,7 @@
     positions[n]        = position of n, -1 where it is left out
     gathered[position]  = matrix[rows[position]]
     scattered[n]        = matrix[positions[n]], 0 where it is left out
+    blanked[n]          = matrix[n], 0 where it is left out
 
 One program walks all rows to list them: a few microseconds for each 8192, and no atomics. Where
 rows are few, each program of a gather finds its row's position itself, which saves a launch.
@@ -12,7 +13,7 @@ rows are few, each program of a gather finds its row's position itself, which sa
 import triton
 import triton.language as tl
 
-from .primitives import count_bad_ids
+from .primitives import count_bad_ids, has_gradient
 
 
 @triton.jit
@@ -124,14 +125,31 @@ def list_kept_kernel(
     count = tl.zeros((), tl.int32)
     for start in range(0, N, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        keep = n < 0
-        if grad_logps_ptr is not None:
-            keep = keep | (tl.load(grad_logps_ptr + n, mask=n < N, other=0.0) != 0)
-        if grad_entropies_ptr is not None:
-            keep = keep | (tl.load(grad_entropies_ptr + n, mask=n < N, other=0.0) != 0)
+        keep = has_gradient(n, n < N, grad_logps_ptr, grad_entropies_ptr)
         position, count = append_rows(keep, n, count, rows_ptr)
         tl.store(positions_ptr + n, tl.where(keep, position, -1), mask=n < N)
     tl.store(count_ptr, count)
+
+
+@triton.jit
+def blank_kernel(
+    grad_logps_ptr,
+    grad_entropies_ptr,
+    matrix_ptr,
+    out_ptr,
+    H,
+    stride_xn,
+    stride_xh,
+    BLOCK_H: tl.constexpr,
+):
+    """A program for each row."""
+    row = tl.program_id(0).to(tl.int64)
+    kept = has_gradient(row, row >= 0, grad_logps_ptr, grad_entropies_ptr)
+    width = tl.where(kept, H, 0)
+    for h in range(0, H, BLOCK_H):
+        k = (h + tl.arange(0, BLOCK_H)).to(tl.int64)
+        tile = tl.load(matrix_ptr + row * stride_xn + k * stride_xh, mask=k < width, other=0.0)
+        tl.store(out_ptr + row * H + k, tile.to(out_ptr.dtype.element_ty), mask=k < H)
 
 
 @triton.jit(do_not_specialize=["start"])

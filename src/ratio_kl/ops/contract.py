@@ -2,8 +2,11 @@
 
 A backend is two functions over flat rows (N tokens), each with the signature below:
 
-    forward(head, action_ids, mask, *, want) -> Scores
+    forward(head, action_ids, mask, *, want, bad_ids=None) -> Scores
     backward(head, saved, grad_logps, grad_entropies, *, needs, hidden_done=None) -> Gradients
+
+bad_ids, where it is given, is the tensor that Scores.bad_ids is to be: 0-d, in memory of the host
+that the device can write to.
 
 hidden_done, where it is given, makes the gradient of hidden one of the logits' dtype, and is called
 with it as soon as it is complete, before the last product for the weight (or not at all, where no
@@ -17,8 +20,9 @@ The modified logits of row n are, in this order,
 An absent modifier is None, and None costs nothing: kernel flags follow from it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -59,6 +63,25 @@ class Head:
     def logits_dtype(self) -> torch.dtype:
         """float64 for float64 computation, else float32: logits are never rounded below it."""
         return torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+
+    @cached_property
+    def layout(self) -> Hashable:
+        """All of it but what lies in the tensors, and where they lie."""
+        tensors = (
+            self.hidden,
+            self.weight,
+            self.bias,
+            self.inverse_temperature,
+            self.logit_scale,
+            self.softcap,
+        )
+        return (
+            self.vocab_size,
+            self.compute_dtype,
+            self.chunk_bytes,
+            self.hidden.device,
+            *[None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors],
+        )
 
 
 class Want(NamedTuple):

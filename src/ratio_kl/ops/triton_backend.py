@@ -1,69 +1,60 @@
-"""The Triton backend of the two passes: allocation, order of launches, chunking.
+"""The Triton backend of the two passes: allocation, order of launches, chunking."""
 
-Importing this module needs no Triton; the kernels are imported when a pass runs.
-"""
-
-import importlib.util
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ..kernels.tiles import tile_for
+from . import triton_lists
 from .blocks import even_part
 from .contract import Gradients, Head, HiddenDone, Needs, Saved, Scores, Want
+from .triton_gradients import gradients
+from .triton_launch import Part, merge, score
 
 FORWARD_BYTES = 31 * 1024 * 1024
 """Pass 1 takes no more than this for its temporaries, however large chunk_bytes is; with the few
 numbers a row that it returns, less than 32 MiB."""
 
 
-def unavailable_reason(device: torch.device, compute_dtype: torch.dtype) -> str | None:
-    """Why this backend can't compute in this dtype on this device, or None if it can."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if compute_dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"it computes in bfloat16, float16 and float32, not in {compute_dtype}"
-    if device.type == "cpu":
-        from triton import knobs
-
-        return None if knobs.runtime.interpret else "the tensors are on the CPU"
-    if device.type != "cuda":
-        return f"it has no kernels for device type {device.type!r}"
-    capability = torch.cuda.get_device_capability(device)
-    if not torch.version.hip and capability < (8, 0):
-        return f"the GPU's compute capability is {capability}, and 8.0 is needed"
-    return None
-
-
-def forward(head: Head, action_ids: Tensor, mask: Tensor | None, *, want: Want) -> Scores:
+def forward(
+    head: Head,
+    action_ids: Tensor,
+    mask: Tensor | None,
+    *,
+    want: Want,
+    bad_ids: Tensor | None = None,
+) -> Scores:
     """Pass 1 (contract.py). No host read.
 
     Temporaries: the partials and the active rows of a launch, at most min(chunk_bytes, 31 MiB)
     together but at least one row tile, and 4 N bytes of row numbers if there is a mask.
     """
-    N, device = head.hidden.shape[0], head.hidden.device
-    logps, top, log_sum = (torch.empty(N, dtype=torch.float32, device=device) for _ in range(3))
-    entropies = torch.empty(N if want.entropy else 0, dtype=torch.float32, device=device)
-    bad_ids = torch.empty((), dtype=torch.int64, device=device)
-    statistics = torch.empty(3, N if want.statistics else 0, dtype=torch.float32, device=device)
+    hidden = head.hidden
+    N = hidden.shape[0]
+    logps = hidden.new_empty(N, dtype=torch.float32)
+    top, log_sum = torch.empty_like(logps), torch.empty_like(logps)
+    entropies = torch.empty_like(logps) if want.entropy else logps.new_empty(0)
+    statistics = hidden.new_empty((3, N if want.statistics else 0), dtype=torch.float32)
+    if bad_ids is None:
+        bad_ids = hidden.new_empty((), dtype=torch.int64)
     if want.statistics:
         # Inactive rows keep it: nothing else writes there.
         statistics.zero_()
     scores = Scores(logps, entropies, top, log_sum, bad_ids, statistics)
     if N == 0:
         return scores._replace(bad_ids=bad_ids.zero_())
-    with _on_device(head.hidden):
+    if _is_on_current_device(hidden):
         _score_all(_with_dense_bias(head), action_ids, mask, scores, want)
+    else:
+        with torch.cuda.device(hidden.device):
+            _score_all(_with_dense_bias(head), action_ids, mask, scores, want)
     return scores
 
 
 def _score_all(head: Head, ids: Tensor, mask: Tensor | None, scores: Scores, want: Want) -> None:
     """Score and merge all active rows, as many at a time as the budget allows."""
-    from ..kernels.tiles import tile_for
-    from .triton_launch import Part, merge, score
-
     hidden, dtype = head.hidden, head.compute_dtype
     N, H = hidden.shape
     tile = tile_for(hidden.device, dtype, hidden.dtype, head.weight.dtype)
@@ -86,8 +77,6 @@ def _active_rows(
 
     With a mask each is a copy in the same memory.
     """
-    from .triton_lists import PICKED_AT_ONCE, gather_rows, list_active, pick_active
-
     hidden = head.hidden
     N, H = hidden.shape
     if mask is None:
@@ -95,13 +84,13 @@ def _active_rows(
             yield hidden[start : start + at_once], start, None, None
         return
     copy = hidden.new_empty((at_once, H), dtype=head.compute_dtype)
-    if at_once == N <= PICKED_AT_ONCE:
-        yield copy, 0, *pick_active(head, ids, mask, scores, copy)
+    if at_once == N <= triton_lists.PICKED_AT_ONCE:
+        yield copy, 0, *triton_lists.pick_active(head, ids, mask, scores, copy)
         return
-    rows, count = list_active(mask, ids, scores, head.vocab_size)
+    rows, count = triton_lists.list_active(mask, ids, scores, head.vocab_size)
     for start in range(0, N, at_once):
         part = copy[: N - start]
-        gather_rows(hidden, rows, count, part, start)
+        triton_lists.gather_rows(hidden, rows, count, part, start)
         yield part, start, rows, count
 
 
@@ -118,11 +107,11 @@ def backward(
 
     Rows whose gradients are exactly zero are left out (NaN is not zero).
     """
-    from .triton_gradients import gradients
-
     saved = saved._replace(action_ids=saved.action_ids.contiguous())
     g, h = (None if grad is None else grad.contiguous() for grad in (grad_logps, grad_entropies))
-    with _on_device(head.hidden):
+    if _is_on_current_device(head.hidden):
+        return gradients(_with_dense_bias(head), saved, (g, h), needs, hidden_done)
+    with torch.cuda.device(head.hidden.device):
         return gradients(_with_dense_bias(head), saved, (g, h), needs, hidden_done)
 
 
@@ -133,8 +122,6 @@ def _with_dense_bias(head: Head) -> Head:
     return replace(head, bias=head.bias.contiguous())
 
 
-def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Launch on the tensor's GPU, whichever is current."""
-    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(tensor.device)
+def _is_on_current_device(tensor: Tensor) -> bool:
+    """Whether launches go where the tensor is: kernels run on the current GPU."""
+    return not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device()

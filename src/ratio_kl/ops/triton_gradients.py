@@ -8,7 +8,8 @@ fp32 copy of its whole size.
 
 The host must know how many rows have a gradient before it can launch a matrix product. Reading
 that and launching takes it longer than a small kernel runs, so the first block's dx, whose kernel
-reads the count on the device, is launched before: the device computes while the host waits.
+reads the count on the device, is launched before: the device computes while the host waits. Where
+there is little to compute, and while a graph is captured, all rows are, and the host reads nothing.
 """
 
 from typing import NamedTuple
@@ -21,9 +22,13 @@ from ..kernels.tiles import programs, tile_for
 from .blocks import Plan, Side, fitting_columns, plan
 from .contract import Gradients, Head, HiddenDone, Needs, Saved
 from .triton_launch import Rows, dlogits
-from .triton_lists import gather_rows
+from .triton_lists import Grads, gather_rows
 from .triton_products import Products, gradient_dtype
-from .triton_rows import Grads, Listed, all_rows, list_rows, listed_rows
+from .triton_rows import Listed, all_rows, list_rows, listed_rows
+
+SMALL = 2**33
+"""Multiplications of a matrix product that all rows are computed for: 25 us on an H200. To list
+rows, to tell the host and to pick them out takes it and the host longer than three of these."""
 
 
 class _Ahead(NamedTuple):
@@ -73,10 +78,11 @@ def gradients(
     if all(grad is None for grad in grads) or head.hidden.shape[0] == 0 or not any(needs[:3]):
         return _zero_gradients(head, needs)
     space = _Space(head.hidden, head.compute_dtype)
-    if _is_capturing(head.hidden):
-        return _sum_blocks(
-            head, all_rows(head, saved, grads), needs, space, hidden_done=hidden_done
-        )
+    if _is_capturing(head.hidden) or _is_small(head):
+        everything = all_rows(head, saved, grads)
+        if hidden_done is None and _is_one_block(head, everything, needs):
+            return _one_block(head, everything, needs)
+        return _sum_blocks(head, everything, needs, space, hidden_done=hidden_done)
     listed = list_rows(head, saved, grads)
     # Where d_hidden is to be handed over early, the rows cannot lie in its memory.
     ahead = _start(head, saved, listed, needs, space) if hidden_done is None else None
@@ -87,9 +93,45 @@ def gradients(
     return _sum_blocks(head, work, needs, space, ahead=ahead, hidden_done=hidden_done)
 
 
+def _is_small(head: Head) -> bool:
+    """Whether finding the rows with a gradient takes longer than computing the others."""
+    N, H = head.hidden.shape
+    return N * H * head.vocab_size <= SMALL
+
+
 def _is_capturing(tensor: Tensor) -> bool:
     """Whether a CUDA graph is captured, while which the host can read nothing."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _is_one_block(head: Head, work: Rows, needs: Needs) -> bool:
+    """Whether dx fits the budget as it is, and the gradients its products as they come."""
+    dtype = head.compute_dtype
+    n, V = work.hidden.shape[0], head.weight.shape[0]
+    return (
+        work.unscale is None
+        and head.vocab_size == V
+        and n * _aligned(V) * dtype.itemsize <= head.chunk_bytes
+        and head.weight.dtype == gradient_dtype(head.weight, needs) == dtype
+        and gradient_dtype(head.hidden, needs) == dtype
+    )
+
+
+def _one_block(head: Head, work: Rows, needs: Needs) -> Gradients:
+    """What _sum_blocks comes to where there is nothing to add up."""
+    n, V = work.hidden.shape[0], head.weight.shape[0]
+    dx = work.hidden.new_empty((n, _aligned(V)))
+    if dx.shape[1] != V:
+        dx = dx[:, :V]
+    dlogits(head, work, head.weight, dx, (0, 0))
+    d_bias = None
+    if needs.bias and head.bias is not None:
+        d_bias = dx.sum(0, dtype=torch.float32).to(gradient_dtype(head.bias, needs))
+    return Gradients(
+        torch.mm(dx, head.weight) if needs.hidden else None,
+        torch.mm(dx.T, work.hidden) if needs.weight else None,
+        d_bias,
+    )
 
 
 def _zero_gradients(head: Head, needs: Needs) -> Gradients:

@@ -25,40 +25,25 @@ def forward(
     mask is bool. No host read.
     """
     from ..kernels.ratio_kl import ratio_kl_kernel
-    from .triton_call import call
+    from .triton_call import Arguments, call
 
     device, shape = policy_logits.device, action_ids.shape
     ratio, kl, top, log_sum, delta = (
         torch.empty(shape, dtype=torch.float32, device=device) for _ in range(5)
     )
     bad = torch.empty(shape, dtype=torch.int8, device=device)
+    rows = action_ids.contiguous(), mask.contiguous().view(torch.int8), old_logps.contiguous()
+
+    def arguments() -> Arguments:
+        strides = *_strides(policy_logits), *_strides(ref_logits)
+        integers = shape[-1], policy_logits.shape[-1], *strides
+        return Arguments(shape.numel(), integers, {"LANES": LANES, "WIDTH": WIDTH}, warps=8)
+
     if action_ids.numel() > 0:
+        sources = (policy_logits, ref_logits, *rows, ratio, kl, top, log_sum, delta, bad)
+        key = _layouts(policy_logits, ref_logits, action_ids, old_logps)
         with _on_device(policy_logits):
-            call(
-                ratio_kl_kernel,
-                action_ids.numel(),
-                (
-                    policy_logits,
-                    ref_logits,
-                    action_ids.contiguous(),
-                    mask.contiguous().view(torch.int8),
-                    old_logps.contiguous(),
-                    ratio,
-                    kl,
-                    top,
-                    log_sum,
-                    delta,
-                    bad,
-                ),
-                (
-                    shape[-1],
-                    policy_logits.shape[-1],
-                    *_strides(policy_logits),
-                    *_strides(ref_logits),
-                ),
-                {"LANES": LANES, "WIDTH": WIDTH},
-                warps=8,
-            )
+            call(ratio_kl_kernel, key, sources, arguments)
     return LogitsScores(ratio, kl, top, log_sum, delta, bad.sum())
 
 
@@ -72,35 +57,31 @@ def backward(
 ) -> Tensor:
     """Gradient of policy_logits, contiguous and in its dtype; exactly 0 on inactive rows."""
     from ..kernels.ratio_kl import ratio_kl_backward_kernel
-    from .triton_call import call
+    from .triton_call import Arguments, call
 
-    V = policy_logits.shape[-1]
     gradient = torch.empty(
         policy_logits.shape, dtype=policy_logits.dtype, device=policy_logits.device
     )
+    rows = action_ids.contiguous(), mask.contiguous().view(torch.int8)
+    grads = (None if grad is None else grad.contiguous() for grad in (grad_ratio, grad_kl))
+
+    def arguments() -> Arguments:
+        V = policy_logits.shape[-1]
+        programs = action_ids.numel() * -(-V // BLOCK_V)
+        integers = action_ids.shape[-1], V, *_strides(policy_logits)
+        return Arguments(programs, integers, {"BLOCK_V": BLOCK_V}, warps=8)
+
     if gradient.numel() > 0:
+        numbers = (entry.contiguous() for entry in saved)
+        sources = (policy_logits, *rows, *numbers, *grads, gradient)
+        key = _layouts(policy_logits, action_ids)
         with _on_device(policy_logits):
-            call(
-                ratio_kl_backward_kernel,
-                action_ids.numel() * -(-V // BLOCK_V),
-                (
-                    policy_logits,
-                    action_ids.contiguous(),
-                    mask.contiguous().view(torch.int8),
-                    *(entry.contiguous() for entry in saved),
-                    None if grad_ratio is None else grad_ratio.contiguous(),
-                    None if grad_kl is None else grad_kl.contiguous(),
-                    gradient,
-                ),
-                (
-                    action_ids.shape[-1],
-                    V,
-                    *_strides(policy_logits),
-                ),
-                {"BLOCK_V": BLOCK_V},
-                warps=8,
-            )
+            call(ratio_kl_backward_kernel, key, sources, arguments)
     return gradient
+
+
+def _layouts(*tensors: Tensor) -> tuple[object, ...]:
+    return tuple((t.dtype, t.shape, t.stride()) for t in tensors)
 
 
 def _strides(logits: Tensor) -> tuple[int, ...]:

@@ -12,15 +12,12 @@ from torch import Tensor
 from ..host_copy import HostCopy, Mailbox
 from .contract import Head, Saved
 from .triton_launch import Rows
-from .triton_lists import gather_rows, list_kept
+from .triton_lists import Grads, blank_rows, gather_rows, list_kept
 
 FP16_TARGET = 2.0**13
 """fp16 dx is scaled to stay below this: far from overflow (65504) and from underflow (6e-8)."""
 
 _mailbox = Mailbox(64)
-
-Grads = tuple[Tensor | None, Tensor | None]
-"""(grad_logps, grad_entropies), [N] or None."""
 
 
 class Listed(NamedTuple):
@@ -66,17 +63,12 @@ def listed_rows(head: Head, saved: Saved, listed: Listed, copy: Tensor | None) -
 
 
 def all_rows(head: Head, saved: Saved, grads: Grads) -> Rows:
-    """All rows, those without a gradient replaced by rows whose p is 0: the host reads nothing."""
-    keep = torch.stack([g != 0 for g in grads if g is not None]).any(0)
-    hidden = torch.where(keep[:, None], head.hidden, 0).to(head.compute_dtype)
-    saved = saved._replace(
-        max=torch.where(keep, saved.max, float("inf")),
-        log_sum=torch.where(keep, saved.log_sum, 0),
-        entropies=torch.where(keep, saved.entropies, 0) if saved.entropies.numel() else saved.max,
-    )
+    """All rows, 0 those without a gradient: the host reads nothing."""
+    hidden = blank_rows(head, grads)
     gain = _gain(head, saved, grads) if head.compute_dtype == torch.float16 else None
     unscale = None if gain is None else (1 / gain).float()
-    return Rows(hidden, None, saved, _scaled(grads, gain), None, None, 1.0, unscale)
+    scaled = _scaled(grads, gain)
+    return Rows(hidden, None, saved, scaled, None, None, 1.0, unscale, has_blanks=True)
 
 
 def _gain(head: Head, saved: Saved, grads: Grads) -> Tensor:
