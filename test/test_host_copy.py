@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ratio_kl.host_copy import Mailbox
+from ratio_kl import host_copy
+from ratio_kl.host_copy import Cells, Mailbox
 
 
 def test_on_the_cpu_they_are_here() -> None:
@@ -38,7 +39,8 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     numbers = torch.tensor([3, 5]).as_subclass(OnAccelerator)
     monkeypatch.setattr(torch, "zeros", pinned)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (0, 0, 1), raising=False)
+    monkeypatch.setattr(host_copy, "_stream", lambda *of: None)
     return numbers
 
 
@@ -49,14 +51,102 @@ def test_a_mailbox_that_inference_mode_used_first_is_there_for_training(accelera
     assert mailbox.send(accelerator + 1).wait() == [4, 6]
 
 
+BUSY = 4_000_000_000
+"""Clock cycles of a GPU: about 2 s, in which even a host with other things to do makes two calls.
+"""
+
+
+@pytest.fixture
+def cells(monkeypatch: pytest.MonkeyPatch) -> Cells:
+    """Two at a time, in memory that need not be pinned because the kernels are played here."""
+    monkeypatch.setattr(host_copy, "_pinned", lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+    return Cells(2)
+
+
+def test_a_count_is_here_once_it_was_written(cells: Cells) -> None:
+    for count in (3, 0):
+        cell = cells.take(0)
+        assert not cell.has_arrived()
+        cell.place.fill_(count)
+        assert cell.has_arrived()
+        assert cell.wait() == [count]
+
+
+def test_to_wait_for_a_count_is_to_wait_for_its_device(cells: Cells, monkeypatch) -> None:
+    cell = cells.take(5)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: cell.place.fill_(device))
+    assert cell.wait() == [5]
+
+
+def test_a_cell_is_used_again_once_its_count_was_read_and_not_before(cells: Cells) -> None:
+    waiting = [cells.take(0) for _ in range(5)]
+    assert len({cell.place.data_ptr() for cell in waiting}) == 5
+    for number, cell in enumerate(waiting):
+        cell.place.fill_(number)
+    assert [cell.wait() for cell in waiting[:2]] == [[0], [1]]
+    again = [cells.take(0) for _ in range(3)]
+    assert set(again[:2]) | {*waiting[2:]} >= {*waiting}
+    assert not any(cell.has_arrived() for cell in again)
+    assert [cell.wait() for cell in waiting[2:]] == [[2], [3], [4]]
+
+
+@pytest.mark.gpu
+def test_a_kernel_writes_its_count_to_the_host() -> None:
+    """Behind other work it has not come yet; without a wait of the host's it comes by itself."""
+    from ratio_kl.checks import values
+    from ratio_kl.ops.linear_logprob import linear_logprob
+
+    values.raise_pending(wait=True)
+    hidden = torch.randn(70, 64, device="cuda")
+    weight = torch.randn(130, 64, device="cuda")
+    ids, mask = torch.arange(70, device="cuda") + 100, torch.arange(70, device="cuda") % 2 == 0
+    for each in (None, mask):
+        # Compiles: while that takes its time later, the counts would come.
+        linear_logprob(hidden, weight, ids.clamp(max=129), each)
+    values.raise_pending(wait=True)
+    torch.cuda._sleep(BUSY)
+    linear_logprob(hidden, weight, ids, mask)
+    linear_logprob(hidden, weight, ids.clamp(max=129))
+    assert len(values._pending) == 2
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match=r"got 20 active token\(s\)"):
+        linear_logprob(hidden, weight, ids.clamp(max=129))
+    values.raise_pending(wait=True)
+    assert not values._pending
+
+    def bad_and_looked_for() -> None:
+        linear_logprob(hidden, weight, ids)
+        values.raise_pending(wait=True)
+
+    with pytest.raises(ValueError, match=r"got 40 active token\(s\)"):
+        bad_and_looked_for()
+
+
+@pytest.mark.gpu
+def test_a_backward_raises_before_its_gradients_can_be_used() -> None:
+    """Though the host is ahead of the device, and a head so small needs no number from there."""
+    from ratio_kl.ops.linear_logprob import linear_logprob
+
+    hidden = torch.randn(70, 64, device="cuda", requires_grad=True)
+    weight = torch.randn(130, 64, device="cuda", requires_grad=True)
+    ids = torch.arange(70, device="cuda")
+    linear_logprob(hidden, weight, ids).logps.sum().backward()
+    hidden.grad = None
+    torch.cuda._sleep(BUSY // 4)
+    out = linear_logprob(hidden, weight, ids + 100)
+    with pytest.raises(ValueError, match=r"got 40 active token\(s\)"):
+        out.logps.sum().backward()
+    assert hidden.grad is None
+
+
 @pytest.mark.gpu
 def test_from_a_gpu_they_arrive_in_order_and_hold_their_values() -> None:
     """Two of a kind in the air at once; a third takes the first one's place."""
     mailbox = Mailbox(2)
-    busy = torch.randn(8192, 8192, device="cuda")
     numbers = torch.zeros(2, device="cuda", dtype=torch.float64)
-    for _ in range(8):
-        busy = busy @ busy  # about 0.2 s, which the host does not wait for
+    for each in (numbers + 1, (numbers + 2).int()):
+        mailbox.send(each).wait()  # loads kernels, and makes the memory
+    torch.cuda._sleep(BUSY)
     first = mailbox.send(numbers + 1)
     second = mailbox.send((numbers + 2).int())
     assert not first.has_arrived()

@@ -1,6 +1,13 @@
-"""A few numbers on their way from the device to the host, which goes on meanwhile."""
+"""A few numbers on their way from the device to the host, which goes on meanwhile.
 
+Either a tensor is copied into pinned memory, behind what the device has to do; or a kernel itself
+writes a count there, which takes no copy and no event, and the host sees that it has come.
+"""
+
+from collections import deque
 from collections.abc import Iterator
+from ctypes import c_int64
+from functools import lru_cache
 from itertools import cycle
 from typing import NamedTuple
 
@@ -47,12 +54,72 @@ class Mailbox:
             slots = self._slots[kind] = self._new_slots(numbers)
         on_host, arrived = next(slots)
         on_host.copy_(numbers, non_blocking=True)
-        arrived.record(torch.cuda.current_stream(numbers.device))
+        arrived.record(_stream(*torch._C._cuda_getCurrentStream(numbers.get_device())))
         return HostCopy(on_host, arrived)
 
     def _new_slots(self, numbers: Tensor) -> Iterator[tuple[Tensor, torch.cuda.Event]]:
-        shape = self._copies, *numbers.shape
-        # What is made in inference mode could not be written to outside of it, in a later call.
-        with torch.inference_mode(False):
-            pinned = torch.zeros(shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
-            return cycle([(slot, torch.cuda.Event()) for slot in pinned.unbind()])
+        pinned = _pinned((self._copies, *numbers.shape), numbers.dtype)
+        return cycle([(slot, torch.cuda.Event()) for slot in pinned.unbind()])
+
+
+@lru_cache(maxsize=64)
+def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    """torch.cuda.current_stream's result, which takes longer to make than a copy to send."""
+    return torch.cuda.Stream(
+        stream_id=stream_id, device_index=device_index, device_type=device_type
+    )
+
+
+def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    # What is made in inference mode could not be written to outside of it, in a later call.
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True)
+
+
+class Cell:
+    """Where a kernel writes one count, >= 0."""
+
+    def __init__(self, place: Tensor, free: deque["Cell"]) -> None:
+        """place: 0-d int64, pinned. free: where the cell goes once its count was read."""
+        self.place = place
+        self._number = c_int64.from_address(place.data_ptr())
+        self._free = free
+        self._device = -1
+
+    def send(self, device: int) -> None:
+        """Expect a count from a GPU."""
+        self._device, self._number.value = device, -1
+
+    def has_arrived(self) -> bool:
+        return self._number.value >= 0
+
+    def wait(self) -> list[int]:
+        """The count, once the device has written it. It can be read once."""
+        if not self.has_arrived():
+            torch.cuda.synchronize(self._device)
+        number = self._number.value
+        self._free.append(self)
+        return [number]
+
+
+class Cells:
+    """Cells in pinned memory. One is used again when its count was read, none is ever given back:
+    a kernel that is still to run may write there."""
+
+    def __init__(self, at_once: int) -> None:
+        """at_once: how many are made when none is free."""
+        self._at_once = at_once
+        self._free: deque[Cell] = deque()
+        self._memory: list[Tensor] = []
+
+    def take(self, device: int) -> Cell:
+        """A cell that awaits a count from that GPU."""
+        try:
+            cell = self._free.pop()
+        except IndexError:
+            memory = _pinned((self._at_once,), torch.int64)
+            self._memory.append(memory)
+            cell, *others = (Cell(place, self._free) for place in memory.unbind())
+            self._free.extend(others)
+        cell.send(device)
+        return cell

@@ -77,6 +77,37 @@ def test_an_error_is_raised_once(pending: deque) -> None:
     values.raise_pending(wait=True)
 
 
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_mark_is_set_where_counts_are_on_their_way(
+    pending: deque, monkeypatch, capturing
+) -> None:
+    gpu, marks = torch.device("cuda", 0), []
+
+    class Event:
+        def record(self) -> None:
+            marks.append("set")
+
+        def synchronize(self) -> None:
+            marks.append("reached")
+            for counts, _ in pending:
+                counts.wait()
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    values.raise_sent_before(values.sent_before_now(gpu))
+    add(pending, 4, arrived=True)
+    assert values.sent_before_now(gpu) is None
+    add(pending, 2, arrived=False)
+    assert values.sent_before_now(torch.device("cpu")) is None
+    pending.popleft()
+    mark = values.sent_before_now(gpu)
+    assert marks == ([] if capturing else ["set"])
+    if not capturing:
+        with pytest.raises(ValueError, match="^2 bad$"):
+            values.raise_sent_before(mark)
+        assert marks == ["set", "reached"]
+
+
 class SlowCopy(Copy):
     """One that other threads get to run beside, as they do while the host waits for a device."""
 

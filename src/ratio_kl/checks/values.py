@@ -1,7 +1,7 @@
 """Counts of bad values that are still on their way from the device to the host.
 
 On the CPU a count is looked at once. On an accelerator that would cost a synchronisation in every
-forward, so it is copied without blocking and looked at when it has arrived: in the same call's
+forward, so it is sent without blocking and looked at when it has arrived: in the same call's
 backward, in the next call, or when the caller asks with `raise_pending(wait=True)`.
 """
 
@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..host_copy import HostCopy, Mailbox
+from ..host_copy import Cell, Cells, HostCopy, Mailbox
 
 MakeError = Callable[..., ValueError]
 """From the counts, one argument each, to the error that says what was wrong."""
@@ -22,10 +22,12 @@ Checks = Literal["later", "eager", "defer"]
 """When an operator looks at the counts of bad values it has made: "later" when they are on the host
 anyway, "eager" at once, "defer" not at all, because its caller first adds them up over ranks."""
 
-# Bounded: a caller who never looks (inference in a loop) must not collect host memory.
-_REMEMBERED = 64
+# Each call looks, so that no more are kept than the device is calls behind. That is less than this:
+# a driver makes the host wait once it is so many launches ahead.
+_REMEMBERED = 1024
 _mailbox = Mailbox(_REMEMBERED)
-_pending: deque[tuple[HostCopy, MakeError]] = deque(maxlen=_REMEMBERED)
+_cells = Cells(_REMEMBERED)
+_pending: deque[tuple[HostCopy | Cell, MakeError]] = deque(maxlen=_REMEMBERED)
 # autograd runs the backwards of several devices in threads of their own.
 _lock = Lock()
 
@@ -49,9 +51,27 @@ def check_counts(bad: Tensor, make_error: MakeError, checks: str) -> None:
     if checks == "eager" or not on_cuda:
         _raise_for(bad.reshape(-1).tolist(), make_error)
         return
-    raise_pending(wait=False)
     with _lock:
         _pending.append((_mailbox.send(bad), make_error))
+    _look(wait=False)
+
+
+def cell_for_count(device: torch.device, checks: str) -> Cell | None:
+    """Memory of the host for a kernel to write its one count to, and `check_cell` to be called
+    then; None where check_counts is to be called with a tensor on the device instead.
+
+    AMD GPUs may keep what a kernel writes to the host from it until the host waits.
+    """
+    if checks != "later" or device.type != "cuda" or torch.version.hip:
+        return None
+    return None if torch.cuda.is_current_stream_capturing() else _cells.take(device.index)
+
+
+def check_cell(cell: Cell, make_error: MakeError) -> None:
+    """check_counts for a count that a kernel writes to `cell` when it runs."""
+    with _lock:
+        _pending.append((cell, make_error))
+    _look(wait=False)
 
 
 def _raise_for(counts: Sequence[float], make_error: MakeError) -> None:
@@ -65,7 +85,35 @@ def raise_pending(*, wait: bool) -> None:
     With `wait` the host waits for every count that is still on its way (one synchronisation);
     without it only those that have arrived are looked at.
     """
-    if not _pending or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return
+    _look(wait=wait)
+
+
+def sent_before_now(device: torch.device) -> torch.cuda.Event | None:
+    """For raise_sent_before: where counts are on their way, a mark behind all that was launched."""
+    if not _pending or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    if _pending[-1][0].has_arrived():
+        return None
+    mark = torch.cuda.Event()
+    mark.record()
+    return mark
+
+
+def raise_sent_before(mark: torch.cuda.Event | None) -> None:
+    """raise_pending for the counts sent before the mark. What was launched after it may still run.
+
+    So a backward tells of bad values before anybody uses its gradients.
+    """
+    if mark is not None:
+        mark.synchronize()
+    raise_pending(wait=False)
+
+
+def _look(*, wait: bool) -> None:
+    """raise_pending, where no graph is captured."""
+    if not _pending:
         return
     with _lock:
         while _pending:

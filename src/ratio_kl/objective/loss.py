@@ -121,7 +121,7 @@ def linear_policy_loss(call: Call, config: RatioKLConfig, runtime: Runtime) -> L
         bias=bias,
         action_ids=tokens.action_ids.reshape(-1),
         mask=tokens.mask.reshape(-1),
-        modifiers=replace(_modifiers(call, tokens, config), vocab_size=vocab_size),
+        modifiers=_modifiers(call, tokens, config)._replace(vocab_size=vocab_size),
         execution=runtime.execution,
         checks="defer" if together else None,
         sharding=sharding,
@@ -192,7 +192,7 @@ def _reference_rows(
     )
     outer = tuple(call.hidden.shape[:-1])
     check_shape("ref_hidden", hidden[..., 0], (outer, "hidden.shape[:-1]"))
-    return replace(rows, hidden=hidden.reshape(-1, hidden.shape[-1]), weight=weight, bias=bias)
+    return rows._replace(hidden=hidden.reshape(-1, hidden.shape[-1]), weight=weight, bias=bias)
 
 
 def _modifiers(call: Call, tokens: Tokens, config: RatioKLConfig) -> LogitModifiers:

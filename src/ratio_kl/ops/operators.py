@@ -9,7 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..checks.values import bad_values_error, check_counts, raise_pending
+from ..checks.values import (
+    bad_values_error,
+    cell_for_count,
+    check_cell,
+    check_counts,
+    raise_sent_before,
+    sent_before_now,
+)
 from .backends import backend_for
 from .contract import Head, Needs, Saved, Scores, Want
 from .registration import differentiable, operator
@@ -47,7 +54,7 @@ def linear_scores_op(
     checks: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Pass 1 on flat rows: logps, entropies, max, log_sum, statistics (contract.Scores), counts
-    of bad values."""
+    of bad values (of size 0 if they are looked at here)."""
     head = Head(
         hidden=hidden,
         weight=weight,
@@ -60,10 +67,19 @@ def linear_scores_op(
         chunk_bytes=chunk_bytes,
     )
     module = backend_for("backend", backend, hidden.device, compute_dtype)
-    scores = module.forward(head, action_ids, mask, want=Want(with_entropy, with_statistics))
-    bad_values = bad_value_counts(scores, inverse_temperature, mask)
-    check_counts(bad_values, partial(bad_values_error, vocab_size), checks)
-    return *scores[:4], scores.statistics, bad_values
+    want, error = Want(with_entropy, with_statistics), partial(bad_values_error, vocab_size)
+    one_count = inverse_temperature is None or inverse_temperature.dim() == 0
+    cell = cell_for_count(hidden.device, checks) if one_count else None
+    if cell is not None:
+        scores = module.forward(head, action_ids, mask, want=want, bad_ids=cell.place)
+        check_cell(cell, error)
+    else:
+        scores = module.forward(head, action_ids, mask, want=want)
+        bad_values = bad_value_counts(scores, inverse_temperature, mask)
+        check_counts(bad_values, error, checks)
+        if checks == "defer":
+            return *scores[:4], scores.statistics, bad_values
+    return *scores[:4], scores.statistics, hidden.new_empty(0, dtype=torch.int64)
 
 
 @torch.library.register_fake("ratio_kl::linear_scores")
@@ -76,7 +92,8 @@ def _(hidden, weight, bias, action_ids, mask, inverse_temperature, logit_scale, 
     entropies = hidden.new_empty(rows if with_entropy else 0, dtype=dtype)
     statistics = hidden.new_empty((3, rows if with_statistics else 0), dtype=dtype)
     counts = 1 if inverse_temperature is None or inverse_temperature.dim() == 0 else 2
-    return logps, entropies, peak, log_sum, statistics, hidden.new_empty(counts, dtype=torch.int64)
+    bad_values = hidden.new_empty(counts if checks == "defer" else 0, dtype=torch.int64)
+    return logps, entropies, peak, log_sum, statistics, bad_values
 
 
 @operator("linear_logprob_backward")
@@ -118,9 +135,9 @@ def linear_logprob_backward_op(
     saved = Saved(action_ids, logps, peak, log_sum, entropies)
     needs = Needs(need_hidden, need_weight, need_bias, in_logits_dtype)
     module = backend_for("backend", backend, hidden.device, compute_dtype)
+    forward_done = sent_before_now(hidden.device)
     gradients = module.backward(head, saved, grad_logps, grad_entropies, needs=needs)
-    # The backend has waited for the device, so the counts of this call's forward are here.
-    raise_pending(wait=False)
+    raise_sent_before(forward_done)
     return [hidden.new_empty(0) if gradient is None else gradient for gradient in gradients]
 
 

@@ -35,8 +35,7 @@ class Execution:
         check_positive_int("chunk_bytes", self.chunk_bytes)
 
 
-@dataclass(frozen=True)
-class LogitModifiers:
+class LogitModifiers(NamedTuple):
     """What happens to hidden @ weight.T + bias before the softmax."""
 
     temperature: float | Tensor = 1.0
@@ -46,8 +45,7 @@ class LogitModifiers:
     vocab_size: int | None = None
 
 
-@dataclass(frozen=True)
-class HeadRows:
+class HeadRows(NamedTuple):
     """Rows of hidden states under an lm_head, and the actions to score; shapes are checked."""
 
     hidden: Tensor
@@ -85,7 +83,8 @@ class RowScores(NamedTuple):
     log_sum: Tensor
     statistics: Tensor
     bad_values: Tensor
-    """int64 [1] or [2]: active rows with an id out of range, and with a bad temperature."""
+    """int64 [1] or [2]: active rows with an id out of range, and with a bad temperature; for checks
+    = "defer" alone, else [0] or not to be read."""
     hidden_wanted: Tensor | None = None
     """Of a sharded head, 0-d bool: hidden requires a gradient on some rank."""
 
@@ -217,7 +216,7 @@ def _scalar(
 
     Multiplied and not filled in: a fill would make the compiler specialise on the value.
     """
-    if value is None and neutral is None:
+    if value == neutral and type(value) in (type(None), float, int):
         return None
     number = check_real_option(name, value)
     return None if number == neutral else torch.ones((), dtype=dtype, device=device) * number

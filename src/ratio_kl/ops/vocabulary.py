@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..checks.values import bad_values_error, check_counts, raise_pending
+from ..checks.values import bad_values_error, check_counts, raise_sent_before, sent_before_now
 from ..distributed.groups import Group
 from ..distributed.shared_sum import anchor_grad
 from ..distributed.vocabulary import Cut, Parts, cut_of, gather_parts, merge
@@ -171,6 +171,7 @@ def sharded_logprob_backward_op(
         own_ids = torch.where((own_ids >= 0) & (own_ids < cut.size), own_ids, -1)
         together = whole_hidden_grad and (hidden_trains or _is_wanted(hidden_wanted))
         part = PartOfHidden(Group(group, ranks))
+        forward_done = sent_before_now(hidden.device)
         gradients = backend_for("backend", backend, hidden.device, compute_dtype).backward(
             head,
             Saved(own_ids, logps, peak, log_sum, entropies),
@@ -183,7 +184,7 @@ def sharded_logprob_backward_op(
             total = part.finish(gradients.hidden)
             dtype = logps.dtype if in_logits_dtype else hidden.dtype
             gradients = gradients._replace(hidden=total.to(dtype) if need_hidden else None)
-        raise_pending(wait=False)
+        raise_sent_before(forward_done)
         return [hidden.new_empty(0) if gradient is None else gradient for gradient in gradients]
 
 
