@@ -115,28 +115,33 @@ def linear_logprob(
         mask = check_real("attention_mask", attention_mask)
         check_shape("attention_mask", mask, (tuple(shape), "action_ids.shape"))
         check_device("attention_mask", mask, hidden.device)
-        mask = (mask if mask.dtype == torch.bool else mask != 0).reshape(-1)
+        mask = _flat(mask if mask.dtype == torch.bool else mask != 0)
     if isinstance(temperature, Tensor):
         temperature = _row_temperature(temperature, shape, hidden.device)
     rows = HeadRows(
-        hidden=hidden.reshape(-1, hidden.shape[-1]),
+        hidden=hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1]),
         weight=weight,
         bias=bias,
-        action_ids=ids.reshape(-1),
+        action_ids=_flat(ids),
         mask=mask,
         modifiers=LogitModifiers(temperature, logit_scale, softcap, vocab_size),
         execution=Execution(backend, chunk_bytes, validate),
         sharding=sharding,
     )
-    scores = pass_one(rows, Want(return_entropy, return_statistics))
-    entropies = scores.entropies.reshape(shape) if return_entropy else scores.entropies
+    logps, entropies, _, _, statistics, *_ = pass_one(rows, Want(return_entropy, return_statistics))
+    if len(shape) > 1:
+        logps = logps.reshape(shape)
+        entropies = entropies.reshape(shape) if return_entropy else entropies
     if return_statistics:
-        log_sum_sq, mean, top1 = scores.statistics.reshape(3, *shape)
-        is_top1 = top1 != 0
-    else:
-        log_sum_sq = mean = scores.statistics.reshape(-1)
-        is_top1 = mean.new_empty(0, dtype=torch.bool)
-    return LogProbs(scores.logps.reshape(shape), entropies, log_sum_sq, mean, is_top1)
+        log_sum_sq, mean, top1 = statistics.reshape(3, *shape)
+        return LogProbs(logps, entropies, log_sum_sq, mean, top1 != 0)
+    nothing = statistics.reshape(-1)
+    return LogProbs(logps, entropies, nothing, nothing, nothing.bool())
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """One entry a row."""
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
 
 
 def _row_temperature(temperature: Tensor, shape: torch.Size, device: torch.device) -> Tensor:

@@ -22,8 +22,8 @@ class Operator:
         torch.library.define(qualified, schema, tags=torch.Tag.pt2_compliant_tag)
         torch.library.impl(qualified, "CompositeExplicitAutograd", func=_untraced(function))
         self.overload = getattr(torch.ops.ratio_kl, name).default
-        self.direct = self.below = function
-        """What is called where no layer is in between, and that without a gradient."""
+        self.function = self.direct = function
+        """The function, without and with its gradient, for where no layer is in between."""
 
     def __call__(self, *args: Any) -> Any:
         return self.direct(*args) if _is_plain(args) else self.overload(*args)
@@ -52,16 +52,27 @@ def differentiable(
         save: (ctx, arguments, results) -> None.
     """
 
-    def below(args: tuple[Any, ...]) -> Any:
-        if _is_plain(args):
-            return op.below(*args)
+    def dispatched(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return op.overload(*args)
+
+    op.direct = _with_gradient(op, op.function, backward, save)
+    through = _with_gradient(op, dispatched, backward, save)
+    torch.library.impl(op.overload.name(), "Autograd", func=_untraced(through))
+
+
+def _with_gradient(
+    op: Operator,
+    compute: Callable[..., Any],
+    backward: Callable[..., Any],
+    save: Callable[..., None] | None,
+) -> Callable[..., Any]:
+    """`compute`, recorded by autograd where a gradient is wanted."""
 
     class Gradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            results = below(args)
+            results = compute(*args)
             if save is not None:
                 save(ctx, args, results)
             return tuple(results) if isinstance(results, list) else results
@@ -73,14 +84,16 @@ def differentiable(
     listed = op.overload._schema.returns[0].type.kind() == "ListType"
 
     def implementation(*args: Any) -> Any:
-        needed = (isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-        if torch.is_grad_enabled() and not _is_below_autograd() and any(needed):
+        if (
+            torch.is_grad_enabled()
+            and not _is_below_autograd()
+            and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+        ):
             results = Gradient.apply(*args)
             return list(results) if listed else results
-        return below(args)
+        return compute(*args)
 
-    op.direct = implementation
-    torch.library.impl(op.overload.name(), "Autograd", func=_untraced(implementation))
+    return implementation
 
 
 def _is_below_autograd() -> bool:
