@@ -24,7 +24,8 @@ class Case:
     """Rivals measured unless others are named."""
     job: str = "loss"
     """"loss": forward and backward of the policy loss; "forward": log-probabilities under
-    no_grad; "logits": `ratio_kl` from logits, under no_grad."""
+    no_grad; "logits": `ratio_kl` from logits, under no_grad; "pass_one", "pass_two": one of our
+    operators."""
     inactive: bool = False
     """Half of the tokens are masked out."""
     zero: bool = False
@@ -88,6 +89,8 @@ CASES = {
     "small": Case(
         "few tokens, forward only", shapes.SMALL_TOKENS, ("trl",), job="forward", host=True
     ),
+    "pass_one": Case("pass 1 alone, its operator", shapes.HOST, (), job="pass_one", host=True),
+    "pass_two": Case("pass 2 alone, its operator", shapes.HOST, (), job="pass_two", host=True),
     "tokens": Case(
         "growth with the number of tokens",
         shapes.TOKENS,

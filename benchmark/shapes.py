@@ -57,6 +57,8 @@ SMALL_TOKENS = {
     ),
     "cpu": (Shape(32, 128, 8192), Shape(128, 128, 8192)),
 }
+HOST = {"cuda": (Shape(256, 1024, 32_000),), "cpu": (Shape(32, 128, 8192),)}
+"""Where the host takes longer than the GPU."""
 TOKENS = {
     "cuda": tuple(Shape(tokens, 2048, 131_072) for tokens in (2048, 4096, 8192, 16_384, 32_768)),
     "cpu": tuple(Shape(tokens, 64, 16_384) for tokens in (128, 256, 512, 1024)),

@@ -68,10 +68,6 @@ def _is_main(row: Row) -> bool:
     return row.size.width >= 2048
 
 
-def _is_overhead_size(row: Row) -> bool:
-    return (row.size.tokens, row.size.width) == (256, 1024)
-
-
 LOSSES = ("dense", "inactive", "zero", "inactive_zero", "quantile", "frozen")
 LIMITS = (
     Limit("forward, mm", "forward", _mm, at_most(1.09, 1.16)),
@@ -83,12 +79,9 @@ LIMITS = (
     Limit("half inactive, q = 0.2, mm", "quantile", _mm, at_most(0.95)),
     Limit("frozen head, mm", "frozen", _mm, at_most(3.4)),
     Limit("few tokens, mm of device time", "small", _mm, at_most(1.5), where=_is_main),
-    Limit(
-        "host's time of a forward, us",
-        "small",
-        lambda row: row.host_us,
-        at_most(150),
-        where=_is_overhead_size,
+    *(
+        Limit(f"host's time of {name}, us", case, lambda row: row.host_us, at_most(150))
+        for name, case in (("pass 1", "pass_one"), ("pass 2", "pass_two"))
     ),
     *(
         Limit(
@@ -154,11 +147,12 @@ def _ahead(rows: list[Row]) -> list[Verdict]:
 
 
 def _ratios(rows: list[Row]) -> list[Verdict]:
-    """How many times less than full logits: (case, rival, figure, at least)."""
+    """How many times less than a rival: (case, rival, figure, at least)."""
     wanted = (
         ("logits", "eager", "ms", LOGITS_SPEEDUP),
         ("logits", "eager", "peak_bytes", LOGITS_MEMORY),
         ("quantile", "compiled", "ms", QUANTILE_SPEEDUP),
+        ("small", "trl", "host_us", 1.0),
     )
     found = []
     by_name = {(row.case, row.shape, row.contender): row for row in rows if row.ok}
@@ -167,7 +161,10 @@ def _ratios(rows: list[Row]) -> list[Verdict]:
             other = by_name.get((case, shape, rival))
             if name != case or contender != OURS or other is None:
                 continue
-            times = getattr(other, figure) / max(getattr(row, figure), 1)
+            mine, theirs = getattr(row, figure), getattr(other, figure)
+            if mine is None or theirs is None:
+                continue
+            times = theirs / max(mine, 1)
             title = f"{case}: {rival}'s {figure.partition('_')[0]} over ours"
             found.append(Verdict(title, shape, f"{times:.1f}", f">= {least:.0f}", times >= least))
     return found

@@ -2,6 +2,7 @@
 
     load(job) -> call(problem) -> Outcome      for the jobs "loss" and "forward"
     load("logits") -> call(logits_problem) -> (ratio, kl)
+    load("pass_one"), load("pass_two") -> call(problem) -> Outcome      ours alone
 
 `load` raises ImportError where the library is absent and Unsupported where it has no such job.
 """

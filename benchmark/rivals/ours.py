@@ -9,6 +9,7 @@ from torch import Tensor
 from ratio_kl import FusedLinearRatioKLLoss, linear_logprob, ratio_kl
 from ratio_kl.ops.contract import DEFAULT_CHUNK_BYTES
 
+from .. import passes
 from ..logits_problem import LogitsProblem
 from ..policy_loss import EPSILON
 from ..problem import Problem
@@ -24,7 +25,13 @@ def chunk_bytes(device: torch.device) -> int:
 
 
 def load(job: str) -> Callable[[Any], Any]:
-    calls: dict[str, Callable[[Any], Any]] = {"loss": loss, "forward": forward, "logits": on_logits}
+    calls: dict[str, Callable[[Any], Any]] = {
+        "loss": loss,
+        "forward": forward,
+        "logits": on_logits,
+        "pass_one": passes.alone(passes.pass_one),
+        "pass_two": passes.alone(passes.pass_two),
+    }
     return calls[job]
 
 

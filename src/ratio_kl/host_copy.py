@@ -117,9 +117,10 @@ class Cells:
         try:
             cell = self._free.pop()
         except IndexError:
-            memory = _pinned((self._at_once,), torch.int64)
+            # 16 bytes apart: for every other alignment Triton would compile a kernel anew.
+            memory = _pinned((self._at_once, 2), torch.int64)
             self._memory.append(memory)
-            cell, *others = (Cell(place, self._free) for place in memory.unbind())
+            cell, *others = (Cell(place, self._free) for place in memory[:, 0].unbind())
             self._free.extend(others)
         cell.send(device)
         return cell

@@ -130,8 +130,8 @@ def linear_logprob(
     )
     logps, entropies, _, _, statistics, *_ = pass_one(rows, Want(return_entropy, return_statistics))
     if len(shape) > 1:
-        logps = logps.reshape(shape)
-        entropies = entropies.reshape(shape) if return_entropy else entropies
+        logps = logps.view(shape)
+        entropies = entropies.view(shape) if return_entropy else entropies
     if return_statistics:
         log_sum_sq, mean, top1 = statistics.reshape(3, *shape)
         return LogProbs(logps, entropies, log_sum_sq, mean, top1 != 0)

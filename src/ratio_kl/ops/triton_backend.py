@@ -107,7 +107,8 @@ def backward(
 
     Rows whose gradients are exactly zero are left out (NaN is not zero).
     """
-    saved = saved._replace(action_ids=saved.action_ids.contiguous())
+    if not saved.action_ids.is_contiguous():
+        saved = saved._replace(action_ids=saved.action_ids.contiguous())
     g, h = (None if grad is None else grad.contiguous() for grad in (grad_logps, grad_entropies))
     if _is_on_current_device(head.hidden):
         return gradients(_with_dense_bias(head), saved, (g, h), needs, hidden_done)

@@ -74,15 +74,16 @@ def gradients(
     hidden_done: HiddenDone | None = None,
 ) -> Gradients:
     """Pass 2, as ratio_kl.ops.triton_backend.backward says; grads are contiguous."""
-    needs = needs._replace(bias=needs.bias and head.bias is not None)
+    if needs.bias and head.bias is None:
+        needs = needs._replace(bias=False)
     if all(grad is None for grad in grads) or head.hidden.shape[0] == 0 or not any(needs[:3]):
         return _zero_gradients(head, needs)
-    space = _Space(head.hidden, head.compute_dtype)
-    if _is_capturing(head.hidden) or _is_small(head):
+    if _is_small(head) or _is_capturing(head.hidden):
         everything = all_rows(head, saved, grads)
         if hidden_done is None and _is_one_block(head, everything, needs):
             return _one_block(head, everything, needs)
-        return _sum_blocks(head, everything, needs, space, hidden_done=hidden_done)
+        return _sum_blocks(head, everything, needs, hidden_done=hidden_done)
+    space = _Space(head.hidden, head.compute_dtype)
     listed = list_rows(head, saved, grads)
     # Where d_hidden is to be handed over early, the rows cannot lie in its memory.
     ahead = _start(head, saved, listed, needs, space) if hidden_done is None else None
@@ -90,7 +91,7 @@ def gradients(
     if work is None:
         del ahead, space
         return _zero_gradients(head, needs)
-    return _sum_blocks(head, work, needs, space, ahead=ahead, hidden_done=hidden_done)
+    return _sum_blocks(head, work, needs, space=space, ahead=ahead, hidden_done=hidden_done)
 
 
 def _is_small(head: Head) -> bool:
@@ -194,12 +195,13 @@ def _sum_blocks(
     head: Head,
     work: Rows,
     needs: Needs,
-    space: _Space,
     *,
+    space: _Space | None = None,
     ahead: _Ahead | None = None,
     hidden_done: HiddenDone | None = None,
 ) -> Gradients:
-    """Walk the blocks and add up what each gives."""
+    """Walk the blocks and add up what each gives. What was computed ahead lies in `space`."""
+    space = space or _Space(head.hidden, head.compute_dtype)
     n, first, memory = work.hidden.shape[0], 0, None
     if ahead is not None:
         first = fitting_columns(space.memory.numel(), n, ahead.most_columns, ALIGNED.value)

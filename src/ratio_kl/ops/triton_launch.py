@@ -161,7 +161,9 @@ def dlogits(head: Head, work: Rows, weight: Tensor, out: Tensor, at: tuple[int, 
     flat memory for a block of the first columns, as many as `fitting_columns` says.
     """
     start, column_start = at
-    hidden = work.hidden if out.dim() == 1 else work.hidden[start : start + out.shape[0]]
+    hidden, n = work.hidden, out.shape[0]
+    if out.dim() == 2 and n < hidden.shape[0]:
+        hidden = hidden[start : start + n]
     rounding = precision(out.device, head.compute_dtype)
 
     def arguments() -> Arguments:
