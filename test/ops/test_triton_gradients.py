@@ -95,6 +95,20 @@ def test_a_small_head_computes_all_rows(monkeypatch, is_small, early):
     assert_right(case, tolerance=TOLERANCE[torch.float32])
 
 
+# 0: the rows are listed. One block: as much memory as it likes; blocks: that of one tile.
+@pytest.mark.parametrize("small", [0, 2**33])
+@pytest.mark.parametrize("chunk_bytes", [2**20, 1], ids=["one block", "blocks"])
+def test_a_backward_inside_autocast_rounds_nothing(monkeypatch, small, chunk_bytes):
+    """As some trainers call it, here after a forward in fp32 outside."""
+    monkeypatch.setattr(triton_gradients, "SMALL", small)
+    case = with_rows(make_case(20, 70, 16, chunk_bytes=chunk_bytes, device=DEVICE), kept=7)
+    outside = backward(case, Needs(True, True, False))
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        inside = backward(case, Needs(True, True, False))
+    for name in ("hidden", "weight"):
+        assert torch.equal(getattr(inside, name), getattr(outside, name)), name
+
+
 # The last of the blocks of one tile has 24 columns; the sum of 9 rows in fp32 takes as much as 18.
 @pytest.mark.parametrize(("rows", "lies_there"), [(9, True), (N, False)])
 def test_the_sum_of_d_hidden_lies_in_d_weight_where_its_last_block_is_large_enough(

@@ -129,10 +129,16 @@ def _one_block(head: Head, work: Rows, needs: Needs) -> Gradients:
     if needs.bias and head.bias is not None:
         d_bias = dx.sum(0, dtype=torch.float32).to(gradient_dtype(head.bias, needs))
     return Gradients(
-        torch.mm(dx, head.weight) if needs.hidden else None,
-        torch.mm(dx.T, work.hidden) if needs.weight else None,
+        _product(dx, head.weight) if needs.hidden else None,
+        _product(dx.T, work.hidden) if needs.weight else None,
         d_bias,
     )
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in their dtype."""
+    # With `out`, for autocast leaves that alone and would round the operands.
+    return torch.mm(a, b, out=a.new_empty((a.shape[0], b.shape[1])))
 
 
 def _zero_gradients(head: Head, needs: Needs) -> Gradients:
