@@ -84,7 +84,8 @@ def test_a_mark_is_set_where_counts_are_on_their_way(
     gpu, marks = torch.device("cuda", 0), []
 
     class Event:
-        def record(self) -> None:
+        def record(self, stream: str) -> None:
+            assert stream == "stream of cuda:0"  # which need not be the current device
             marks.append("set")
 
         def synchronize(self) -> None:
@@ -93,6 +94,7 @@ def test_a_mark_is_set_where_counts_are_on_their_way(
                 counts.wait()
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     values.raise_sent_before(values.sent_before_now(gpu))
     add(pending, 4, arrived=True)
@@ -100,12 +102,19 @@ def test_a_mark_is_set_where_counts_are_on_their_way(
     add(pending, 2, arrived=False)
     assert values.sent_before_now(torch.device("cpu")) is None
     pending.popleft()
+    add(pending, 0, arrived=True)  # of another GPU, which is not behind this one
     mark = values.sent_before_now(gpu)
     assert marks == ([] if capturing else ["set"])
     if not capturing:
         with pytest.raises(ValueError, match="^2 bad$"):
             values.raise_sent_before(mark)
         assert marks == ["set", "reached"]
+
+
+def test_no_mark_for_counts_that_another_thread_takes_meanwhile(pending, monkeypatch) -> None:
+    add(pending, 0, arrived=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", pending.clear)
+    assert values.sent_before_now(torch.device("cuda", 0)) is None
 
 
 class SlowCopy(Copy):

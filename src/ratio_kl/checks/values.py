@@ -94,10 +94,11 @@ def sent_before_now(device: torch.device) -> torch.cuda.Event | None:
     """For raise_sent_before: where counts are on their way, a mark behind all that was launched."""
     if not _pending or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
-    if _pending[-1][0].has_arrived():
-        return None
+    with _lock:
+        if all(counts.has_arrived() for counts, _ in _pending):
+            return None
     mark = torch.cuda.Event()
-    mark.record()
+    mark.record(torch.cuda.current_stream(device))
     return mark
 
 
