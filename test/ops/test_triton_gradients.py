@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from kernels.head_cases import Case, assert_right, make_case
 from ratio_kl.host_copy import HostCopy
 from ratio_kl.kernels.tiles import tile_for
-from ratio_kl.ops import triton_backend, triton_gradients, triton_products
+from ratio_kl.ops import triton_backend, triton_gradients, triton_products, triton_rows
 from ratio_kl.ops.contract import Needs, Saved, Want
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -95,13 +95,28 @@ def test_a_small_head_computes_all_rows(monkeypatch, is_small, early):
     assert_right(case, tolerance=TOLERANCE[torch.float32])
 
 
-# 0: the rows are listed. One block: as much memory as it likes; blocks: that of one tile.
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_small_head_copies_all_rows_within_the_budget(monkeypatch, fits):
+    """Of a few columns and many rows the copy may be most of it; dx has lines of 64 numbers."""
+    copies = []
+    blank_rows = triton_rows.blank_rows
+    monkeypatch.setattr(
+        triton_rows, "blank_rows", lambda *args: (copies.append(1), blank_rows(*args))[1]
+    )
+    monkeypatch.setattr(triton_gradients, "SMALL", 2**33)
+    chunk_bytes = 4 * 70 * (300 + 64) - (not fits)
+    case = with_rows(make_case(70, 3, 300, chunk_bytes=chunk_bytes, device=DEVICE), kept=7)
+    assert_right(case, tolerance=TOLERANCE[torch.float32])
+    assert len(copies) == fits
+
+
+# 0: the rows are listed. A padded weight's gradient is not a product as it comes.
 @pytest.mark.parametrize("small", [0, 2**33])
-@pytest.mark.parametrize("chunk_bytes", [2**20, 1], ids=["one block", "blocks"])
-def test_a_backward_inside_autocast_rounds_nothing(monkeypatch, small, chunk_bytes):
+@pytest.mark.parametrize("modifiers", [(), ("vocab_size",)], ids=["one block", "blocks"])
+def test_a_backward_inside_autocast_rounds_nothing(monkeypatch, small, modifiers):
     """As some trainers call it, here after a forward in fp32 outside."""
     monkeypatch.setattr(triton_gradients, "SMALL", small)
-    case = with_rows(make_case(20, 70, 16, chunk_bytes=chunk_bytes, device=DEVICE), kept=7)
+    case = with_rows(make_case(20, 70, 16, modifiers=modifiers, device=DEVICE), kept=7)
     outside = backward(case, Needs(True, True, False))
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         inside = backward(case, Needs(True, True, False))

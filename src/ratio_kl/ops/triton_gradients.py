@@ -95,9 +95,11 @@ def gradients(
 
 
 def _is_small(head: Head) -> bool:
-    """Whether finding the rows with a gradient takes longer than computing the others."""
-    N, H = head.hidden.shape
-    return N * H * head.vocab_size <= SMALL
+    """Whether finding the rows with a gradient takes longer than computing the others, and the
+    budget has room for dx of all rows and their copy."""
+    (N, H), V = head.hidden.shape, head.vocab_size
+    room = head.chunk_bytes // head.compute_dtype.itemsize
+    return N * H * V <= SMALL and N * (H + _aligned(V)) <= room
 
 
 def _is_capturing(tensor: Tensor) -> bool:
