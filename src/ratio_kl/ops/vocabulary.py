@@ -171,14 +171,13 @@ def sharded_logprob_backward_op(
         own_ids = torch.where((own_ids >= 0) & (own_ids < cut.size), own_ids, -1)
         together = whole_hidden_grad and (hidden_trains or _is_wanted(hidden_wanted))
         part = PartOfHidden(Group(group, ranks))
+        done = part.start if together else None
+        saved = Saved(own_ids, logps, peak, log_sum, entropies)
+        needs = Needs(need_hidden or together, need_weight, need_bias, in_logits_dtype)
+        module = backend_for("backend", backend, hidden.device, compute_dtype)
         forward_done = sent_before_now(hidden.device)
-        gradients = backend_for("backend", backend, hidden.device, compute_dtype).backward(
-            head,
-            Saved(own_ids, logps, peak, log_sum, entropies),
-            grad_logps,
-            grad_entropies,
-            needs=Needs(need_hidden or together, need_weight, need_bias, in_logits_dtype),
-            hidden_done=part.start if together else None,
+        gradients = module.backward(
+            head, saved, grad_logps, grad_entropies, needs=needs, hidden_done=done
         )
         if together:
             total = part.finish(gradients.hidden)
