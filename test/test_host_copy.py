@@ -125,6 +125,40 @@ def test_a_kernel_writes_its_count_to_the_host() -> None:
 
 
 @pytest.mark.gpu
+def test_no_kernel_is_compiled_for_where_its_count_goes() -> None:
+    """Several counts on their way lie in several cells, all alike to the compiler."""
+    from ratio_kl.ops import triton_call
+    from ratio_kl.ops.linear_logprob import linear_logprob
+
+    hidden, weight = torch.randn(70, 64, device="cuda"), torch.randn(130, 64, device="cuda")
+    ids = torch.arange(70, device="cuda")
+    linear_logprob(hidden, weight, ids)
+    known = len(triton_call._compiled), len(triton_call._calls)
+    torch.cuda._sleep(BUSY // 4)
+    for _ in range(4):
+        linear_logprob(hidden, weight, ids)
+    torch.cuda.synchronize()
+    assert (len(triton_call._compiled), len(triton_call._calls)) == known
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_backward_of_another_gpu_than_the_current_one_raises() -> None:
+    from ratio_kl.ops.linear_logprob import linear_logprob
+
+    other = torch.device("cuda", 1)
+    hidden = torch.randn(70, 64, device=other, requires_grad=True)
+    weight, ids = torch.randn(130, 64, device=other), torch.arange(70, device=other)
+    linear_logprob(hidden, weight, ids).logps.sum().backward()
+    torch.cuda.synchronize(other)
+    with torch.cuda.device(other):
+        torch.cuda._sleep(BUSY // 4)
+    out = linear_logprob(hidden, weight, ids + 80)
+    with pytest.raises(ValueError, match=r"got 20 active token\(s\)"):
+        out.logps.sum().backward()
+
+
+@pytest.mark.gpu
 def test_a_backward_raises_before_its_gradients_can_be_used() -> None:
     """Though the host is ahead of the device, and a head so small needs no number from there."""
     from ratio_kl.ops.linear_logprob import linear_logprob

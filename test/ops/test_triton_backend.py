@@ -228,6 +228,8 @@ def test_the_same_without_a_host_read(dtype, entropy, way, monkeypatch):
     monkeypatch.setattr(triton_gradients, *UNREAD[way])
     monkeypatch.setattr(triton_rows, "_mailbox", None)
     unread = assert_right(case)[1]
+    frozen = run(case, Needs(True, False, False))[1]
+    assert torch.equal(frozen.hidden, unread.hidden)
     assert not unread.hidden[off].any()
     for name in ("hidden", "weight", "bias"):
         assert relative_error(getattr(unread, name), getattr(listed, name)) < TOLERANCE[dtype]

@@ -79,7 +79,7 @@ def gradients(
     if all(grad is None for grad in grads) or head.hidden.shape[0] == 0 or not any(needs[:3]):
         return _zero_gradients(head, needs)
     if _is_small(head) or _is_capturing(head.hidden):
-        everything = all_rows(head, saved, grads)
+        everything = all_rows(head, saved, grads, needs)
         if hidden_done is None and _is_one_block(head, everything, needs):
             return _one_block(head, everything, needs)
         return _sum_blocks(head, everything, needs, hidden_done=hidden_done)

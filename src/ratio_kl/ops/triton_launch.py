@@ -46,7 +46,7 @@ class Rows(NamedTuple):
     unscale: Tensor | None
     """What dx is to be multiplied by: alpha, known on the host, and unscale, on the device."""
     has_blanks: bool = False
-    """Rows without a gradient are among them, as rows of 0."""
+    """Rows without a gradient are among them. Their dx is to be 0."""
 
 
 def score(head: Head, part: Part) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..host_copy import HostCopy, Mailbox
-from .contract import Head, Saved
+from .contract import Head, Needs, Saved
 from .triton_launch import Rows
 from .triton_lists import Grads, blank_rows, gather_rows, list_kept
 
@@ -62,9 +62,12 @@ def listed_rows(head: Head, saved: Saved, listed: Listed, copy: Tensor | None) -
     return Rows(copy[:n], None, saved, listed.grads, listed.rows, listed.positions, alpha, None)
 
 
-def all_rows(head: Head, saved: Saved, grads: Grads) -> Rows:
-    """All rows, 0 those without a gradient: the host reads nothing."""
-    hidden = blank_rows(head, grads)
+def all_rows(head: Head, saved: Saved, grads: Grads, needs: Needs) -> Rows:
+    """All rows, their dx 0 where they have no gradient: the host reads nothing.
+
+    Where dx is to be multiplied with them, such rows are 0 too, for 0 times a NaN is none.
+    """
+    hidden = blank_rows(head, grads) if needs.weight else head.hidden.to(head.compute_dtype)
     gain = _gain(head, saved, grads) if head.compute_dtype == torch.float16 else None
     unscale = None if gain is None else (1 / gain).float()
     scaled = _scaled(grads, gain)
