@@ -151,9 +151,10 @@ def test_the_backward_of_another_gpu_than_the_current_one_raises() -> None:
     weight, ids = torch.randn(130, 64, device=other), torch.arange(70, device=other)
     linear_logprob(hidden, weight, ids).logps.sum().backward()
     torch.cuda.synchronize(other)
+    bad = ids + 80
     with torch.cuda.device(other):
         torch.cuda._sleep(BUSY // 4)
-    out = linear_logprob(hidden, weight, ids + 80)
+    out = linear_logprob(hidden, weight, bad)
     with pytest.raises(ValueError, match=r"got 20 active token\(s\)"):
         out.logps.sum().backward()
 
@@ -168,8 +169,9 @@ def test_a_backward_raises_before_its_gradients_can_be_used() -> None:
     ids = torch.arange(70, device="cuda")
     linear_logprob(hidden, weight, ids).logps.sum().backward()
     hidden.grad = None
+    bad = ids + 100  # now, for to load its kernel might wait for the device
     torch.cuda._sleep(BUSY // 4)
-    out = linear_logprob(hidden, weight, ids + 100)
+    out = linear_logprob(hidden, weight, bad)
     with pytest.raises(ValueError, match=r"got 40 active token\(s\)"):
         out.logps.sum().backward()
     assert hidden.grad is None
