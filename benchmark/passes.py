@@ -17,6 +17,9 @@ from .rivals import Outcome
 
 Pass = Callable[[], Any]
 
+_MODIFIERS = (None, None, None)
+"""No temperature, scale or softcap."""
+
 
 def alone(make: Callable[[Problem], tuple[Pass, Outcome]]) -> Callable[[Problem], Outcome]:
     """A contender's call that runs a pass, and answers with what was known when it was made."""
@@ -61,10 +64,6 @@ def pass_two(problem: Problem) -> tuple[Pass, Outcome]:
         return linear_logprob_backward_op(hidden, weight, None, ids, *_MODIFIERS, *scores, *options)
 
     return run, Outcome(shaped)
-
-
-_MODIFIERS = (None, None, None)
-"""No temperature, scale or softcap."""
 
 
 def _inputs(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

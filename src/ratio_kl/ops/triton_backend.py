@@ -32,6 +32,9 @@ def forward(
     together but at least one row tile, and 4 N bytes of row numbers if there is a mask.
     """
     hidden = head.hidden
+    if not _is_on_current_device(hidden):
+        with torch.cuda.device(hidden.device):
+            return forward(head, action_ids, mask, want=want, bad_ids=bad_ids)
     N = hidden.shape[0]
     logps = hidden.new_empty(N, dtype=torch.float32)
     top, log_sum = torch.empty_like(logps), torch.empty_like(logps)
@@ -45,11 +48,7 @@ def forward(
     scores = Scores(logps, entropies, top, log_sum, bad_ids, statistics)
     if N == 0:
         return scores._replace(bad_ids=bad_ids.zero_())
-    if _is_on_current_device(hidden):
-        _score_all(_with_dense_bias(head), action_ids, mask, scores, want)
-    else:
-        with torch.cuda.device(hidden.device):
-            _score_all(_with_dense_bias(head), action_ids, mask, scores, want)
+    _score_all(_with_dense_bias(head), action_ids, mask, scores, want)
     return scores
 
 
@@ -103,17 +102,20 @@ def backward(
     needs: Needs,
     hidden_done: HiddenDone | None = None,
 ) -> Gradients:
-    """Pass 2 (contract.py). One host read; none while a CUDA graph is captured.
+    """Pass 2 (contract.py). One host read; none of a small head or while a CUDA graph is captured.
 
-    Rows whose gradients are exactly zero are left out (NaN is not zero).
+    Rows whose gradients are exactly zero (NaN is not) are left out, or where the host does not read
+    how many they are, computed as zeros.
     """
+    if not _is_on_current_device(head.hidden):
+        with torch.cuda.device(head.hidden.device):
+            return backward(
+                head, saved, grad_logps, grad_entropies, needs=needs, hidden_done=hidden_done
+            )
     if not saved.action_ids.is_contiguous():
         saved = saved._replace(action_ids=saved.action_ids.contiguous())
     g, h = (None if grad is None else grad.contiguous() for grad in (grad_logps, grad_entropies))
-    if _is_on_current_device(head.hidden):
-        return gradients(_with_dense_bias(head), saved, (g, h), needs, hidden_done)
-    with torch.cuda.device(head.hidden.device):
-        return gradients(_with_dense_bias(head), saved, (g, h), needs, hidden_done)
+    return gradients(_with_dense_bias(head), saved, (g, h), needs, hidden_done)
 
 
 def _with_dense_bias(head: Head) -> Head:

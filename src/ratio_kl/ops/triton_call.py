@@ -90,7 +90,7 @@ def call(kernel: Any, key: Hashable, sources: Sources, arguments: Callable[[], A
 
 
 def interpret(kernel: Any, key: Hashable, sources: Sources, arguments: Arguments) -> None:
-    """The same on the CPU, where Triton plays the kernel."""
+    """The same on the CPU, where Triton plays the kernel; nothing is looked up by the key."""
     passed = _passed(sources, sources, arguments.blocks)
     kernel[(arguments.programs,)](*passed, *arguments.integers, **arguments.constants)
 

@@ -23,7 +23,7 @@ from .blocks import Plan, Side, fitting_columns, plan
 from .contract import Gradients, Head, HiddenDone, Needs, Saved
 from .triton_launch import Rows, dlogits
 from .triton_lists import Grads, gather_rows
-from .triton_products import Products, gradient_dtype
+from .triton_products import Products, gradient_dtype, product
 from .triton_rows import Listed, all_rows, list_rows, listed_rows
 
 SMALL = 2**33
@@ -131,16 +131,10 @@ def _one_block(head: Head, work: Rows, needs: Needs) -> Gradients:
     if needs.bias and head.bias is not None:
         d_bias = dx.sum(0, dtype=torch.float32).to(gradient_dtype(head.bias, needs))
     return Gradients(
-        _product(dx, head.weight) if needs.hidden else None,
-        _product(dx.T, work.hidden) if needs.weight else None,
+        product(dx, head.weight) if needs.hidden else None,
+        product(dx.T, work.hidden) if needs.weight else None,
         d_bias,
     )
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in their dtype."""
-    # With `out`, for autocast leaves that alone and would round the operands.
-    return torch.mm(a, b, out=a.new_empty((a.shape[0], b.shape[1])))
 
 
 def _zero_gradients(head: Head, needs: Needs) -> Gradients:

@@ -10,7 +10,7 @@ from ..kernels.primitives import TRITON_DTYPES, fits_descriptor, operand_dtype
 from ..kernels.score import score_kernel
 from ..kernels.tiles import Tile, precision, programs, tile_for
 from .contract import Head, Saved, Scores, Want
-from .triton_call import Arguments, call
+from .triton_call import Arguments, Sources, call
 
 
 class Part(NamedTuple):
@@ -85,17 +85,7 @@ def score(head: Head, part: Part) -> None:
             tile.stages,
         )
 
-    sources = (
-        part.hidden,
-        head.weight,
-        head.bias,
-        head.logit_scale,
-        head.softcap,
-        head.inverse_temperature,
-        part.rows,
-        part.active,
-        part.partials,
-    )
+    sources = (*_operands(head, part), part.partials)
     key = head.layout, part.start, part.hidden.shape[0], part.want, tile, rounding
     call(score_kernel, key, sources, arguments)
 
@@ -129,14 +119,7 @@ def merge(head: Head, part: Part, ids: Tensor, scores: Scores) -> None:
         )
 
     sources = (
-        part.hidden,
-        head.weight,
-        head.bias,
-        head.logit_scale,
-        head.softcap,
-        head.inverse_temperature,
-        part.rows,
-        part.active,
+        *_operands(head, part),
         ids,
         part.partials,
         *scores[:5],
@@ -219,6 +202,20 @@ def dlogits(head: Head, work: Rows, weight: Tensor, out: Tensor, at: tuple[int, 
     layouts = hidden.shape, hidden.stride(), weight.shape, weight.stride(), out.shape, out.stride()
     key = head.layout, work.saved.action_ids.dtype, work.has_blanks, *layouts, at, rounding
     call(dlogits_kernel, key, sources, arguments)
+
+
+def _operands(head: Head, part: Part) -> Sources:
+    """What both kernels of pass 1 read, in their order."""
+    return (
+        part.hidden,
+        head.weight,
+        head.bias,
+        head.logit_scale,
+        head.softcap,
+        head.inverse_temperature,
+        part.rows,
+        part.active,
+    )
 
 
 def _of_product(head: Head, tile: Tile, rounding: str) -> dict[str, object]:

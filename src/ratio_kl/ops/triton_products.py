@@ -46,6 +46,12 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, alpha: float, accumulate: bool)
         torch.addmm(out, a.float(), b.float(), beta=beta, alpha=alpha, out=out)
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in their dtype."""
+    # With `out`, for autocast leaves that alone and would round the operands.
+    return torch.mm(a, b, out=a.new_empty((a.shape[0], b.shape[1])))
+
+
 def gradient_dtype(leaf: Tensor, needs: Needs) -> torch.dtype:
     """dtype of a leaf's gradient."""
     return torch.float32 if needs.in_logits_dtype else leaf.dtype
