@@ -16,8 +16,9 @@ import triton
 from torch import Tensor
 
 from ratio_kl import linear_logprob
-from ratio_kl.ops import triton_backend, triton_logits
 from ratio_kl.ops.contract import DEFAULT_CHUNK_BYTES, Head, LogitsSaved, Needs, Saved, Scores, Want
+from ratio_kl.ops.triton import linear as triton_backend
+from ratio_kl.ops.triton import logits as triton_logits
 
 from .measure import host_time, interleaved
 

@@ -446,11 +446,11 @@ MUTANTS = [
 ]
 
 TESTS = {
-    "kernels/ratio_kl.py": ("ops/test_triton_logits.py",),
+    "kernels/ratio_kl.py": ("ops/triton/test_logits.py",),
     "kernels": (
         "properties/test_against_reference.py",
         "ops/test_statistics.py",
-        "ops/test_triton_backend.py",
+        "ops/triton/test_linear.py",
     ),
     "objective/policy.py": (
         "objective/test_policy.py",

@@ -35,7 +35,7 @@ MAY_IMPORT = {
 }
 PUBLIC_NAMES_ONLY = ("compat.transformers", "compat.heads", "compat.trl")  # as these start
 OBJECTIVE_OVER_OPS = {"objective.loss", "objective.ratio", "objective.stash"}
-BACKENDS = ("torch", "triton")  # ops/torch_*.py and ops/triton_*.py
+BACKENDS = ("torch", "triton")  # ops/torch/ and ops/triton/
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_LINE, MAX_POSITIONAL = 300, 60, 90, 100, 5
@@ -95,9 +95,9 @@ def _dynamic_target(call: ast.Call, package: list[str]) -> str:
 
 def backend_of(name: str) -> str | None:
     """The backend to which a module of ops belongs, None for what they share."""
-    if not name.startswith("ops."):
-        return None
-    return next((b for b in BACKENDS if name.startswith(f"ops.{b}_")), None)
+    layer, _, below = name.partition(".")
+    folder = below.split(".")[0]
+    return folder if layer == "ops" and folder in BACKENDS else None
 
 
 def fault(name: str, found: Import) -> str | None:
@@ -244,9 +244,10 @@ SOUND = {
     "objective/loss.py": "import torch\nfrom ..ops.contract import Head\nfrom . import kl\n",
     "objective/kl.py": "from ..distributed import sum_over\n",
     "ops/contract.py": "from torch import Tensor\n",
-    "ops/torch_backend.py": "from .contract import Head\n",
-    "ops/triton_backend.py": "import triton\nfrom ratio_kl.kernels.score import score\n",
-    "ops/operators.py": "def pick():\n    from .triton_backend import run\n",
+    "ops/torch/linear.py": "from ..contract import Head\n",
+    "ops/triton/__init__.py": "",
+    "ops/triton/linear.py": "import triton\nfrom ratio_kl.kernels.score import score\n",
+    "ops/operators.py": "def pick():\n    from .triton.linear import run\n",
     "kernels/score.py": "import triton.language as tl\n",
     "distributed/__init__.py": "import torch.distributed as dist\n",
     "compat/trl.py": "import trl\nfrom .. import Loss\nfrom . import heads\n",
@@ -265,13 +266,14 @@ BROKEN_IMPORTS = [
     ("ops/contract.py", "from ..objective import kl\n", "ops may not import ratio_kl.objective.kl"),
     ("ops/contract.py", "from ..kernels import score\n", "only the Triton backend"),
     ("ops/contract.py", "import ratio_kl\n", "ops may not import ratio_kl"),
-    ("ops/operators.py", "from .triton_backend import run\n", "in a function, at first use"),
-    ("ops/operators.py", "import_module('.triton_backend', __package__)\n", "at first use"),
-    ("ops/operators.py", "import_module(f'.triton_{op}', __package__)\n", "at first use"),
+    ("ops/operators.py", "from .triton.linear import run\n", "in a function, at first use"),
+    ("ops/operators.py", "from . import triton\n", "in a function, at first use"),
+    ("ops/operators.py", "import_module('.triton.linear', __package__)\n", "at first use"),
+    ("ops/operators.py", "import_module(f'.triton.{op}', __package__)\n", "at first use"),
     ("ops/operators.py", "import importlib\nimportlib.import_module(name)\n", "may not import ?"),
     ("objective/kl.py", "import_module(f'..{name}', __package__)\n", "may not import ratio_kl."),
-    ("ops/torch_backend.py", "def f():\n    from . import triton_backend\n", "each other"),
-    ("ops/triton_backend.py", "from .torch_tiles import g\n", "each other"),
+    ("ops/torch/linear.py", "def f():\n    from ..triton import linear\n", "each other"),
+    ("ops/triton/linear.py", "from ..torch.tiles import g\n", "each other"),
     ("kernels/score.py", "from ..ops.contract import Head\n", "kernels may not import"),
     ("distributed/__init__.py", "from ..config import C\n", "distributed may not import"),
     ("module.py", "from .reference import loss\n", "module may not import ratio_kl.reference"),

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ratio_kl.ops import triton_backend
 from ratio_kl.ops.contract import DEFAULT_CHUNK_BYTES, Gradients, Head, Needs, Saved, Scores, Want
+from ratio_kl.ops.triton import linear as triton_backend
 
 ALL = Needs(hidden=True, weight=True, bias=True)
 MODIFIERS = ("bias", "logit_scale", "softcap", "temperature", "vocab_size")

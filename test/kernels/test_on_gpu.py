@@ -16,8 +16,8 @@ from kernels.head_cases import (
     relative_error,
     run,
 )
-from ratio_kl.ops import triton_backend
 from ratio_kl.ops.contract import Needs, Saved, Want
+from ratio_kl.ops.triton import linear as triton_backend
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")

@@ -1,1 +1,1 @@
-"""Triton kernels, one file a kernel. Imported by ratio_kl.ops.triton_backend only, and lazily."""
+"""Triton kernels, one file a kernel. Imported by ratio_kl.ops.triton only, and lazily."""

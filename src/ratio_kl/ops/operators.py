@@ -66,7 +66,7 @@ def linear_scores_op(
         compute_dtype=compute_dtype,
         chunk_bytes=chunk_bytes,
     )
-    module = backend_for("backend", backend, hidden.device, compute_dtype)
+    module = backend_for("linear", backend, hidden.device, compute_dtype)
     want, error = Want(with_entropy, with_statistics), partial(bad_values_error, vocab_size)
     one_count = inverse_temperature is None or inverse_temperature.dim() == 0
     cell = cell_for_count(hidden.device, checks) if one_count else None
@@ -134,7 +134,7 @@ def linear_logprob_backward_op(
     )
     saved = Saved(action_ids, logps, peak, log_sum, entropies)
     needs = Needs(need_hidden, need_weight, need_bias, in_logits_dtype)
-    module = backend_for("backend", backend, hidden.device, compute_dtype)
+    module = backend_for("linear", backend, hidden.device, compute_dtype)
     forward_done = sent_before_now(hidden.device)
     gradients = module.backward(head, saved, grad_logps, grad_entropies, needs=needs)
     raise_sent_before(forward_done)

@@ -66,7 +66,7 @@ def sharded_scores_op(
             chunk_bytes=chunk_bytes,
         )
         ids = action_ids.to(torch.int64)
-        module = backend_for("backend", backend, hidden.device, compute_dtype)
+        module = backend_for("linear", backend, hidden.device, compute_dtype)
         own_ids = (ids - cut.first_row).clamp(0, cut.size - 1)
         own = module.forward(head, own_ids, mask, want=Want(with_entropy, with_statistics))
         scores, hidden_wanted = _over_ranks(
@@ -174,7 +174,7 @@ def sharded_logprob_backward_op(
         done = part.start if together else None
         saved = Saved(own_ids, logps, peak, log_sum, entropies)
         needs = Needs(need_hidden or together, need_weight, need_bias, in_logits_dtype)
-        module = backend_for("backend", backend, hidden.device, compute_dtype)
+        module = backend_for("linear", backend, hidden.device, compute_dtype)
         forward_done = sent_before_now(hidden.device)
         gradients = module.backward(
             head, saved, grad_logps, grad_entropies, needs=needs, hidden_done=done

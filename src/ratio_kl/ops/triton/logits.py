@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from .contract import LogitsSaved, LogitsScores
+from ..contract import LogitsSaved, LogitsScores
 
 LANES, WIDTH = 512, 8
 """Forward: lanes of a program, and the columns that each reads at once (16 bytes in 16 bits)."""
@@ -24,8 +24,8 @@ def forward(
 
     mask is bool. No host read.
     """
-    from ..kernels.ratio_kl import ratio_kl_kernel
-    from .triton_call import Arguments, call
+    from ...kernels.ratio_kl import ratio_kl_kernel
+    from .call import Arguments, call
 
     device, shape = policy_logits.device, action_ids.shape
     ratio, kl, top, log_sum, delta = (
@@ -56,8 +56,8 @@ def backward(
     grad_kl: Tensor | None,
 ) -> Tensor:
     """Gradient of policy_logits, contiguous and in its dtype; exactly 0 on inactive rows."""
-    from ..kernels.ratio_kl import ratio_kl_backward_kernel
-    from .triton_call import Arguments, call
+    from ...kernels.ratio_kl import ratio_kl_backward_kernel
+    from .call import Arguments, call
 
     gradient = torch.empty(
         policy_logits.shape, dtype=policy_logits.dtype, device=policy_logits.device

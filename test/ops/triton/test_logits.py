@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ratio_kl.ops import triton_logits
 from ratio_kl.ops.contract import LogitsSaved
+from ratio_kl.ops.triton import logits as triton_logits
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

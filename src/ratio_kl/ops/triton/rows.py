@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..host_copy import HostCopy, Mailbox
-from .contract import Head, Needs, Saved
-from .triton_launch import Rows
-from .triton_lists import Grads, blank_rows, gather_rows, list_kept
+from ...host_copy import HostCopy, Mailbox
+from ..contract import Head, Needs, Saved
+from .launch import Rows
+from .lists import Grads, blank_rows, gather_rows, list_kept
 
 FP16_TARGET = 2.0**13
 """fp16 dx is scaled to stay below this: far from overflow (65504) and from underflow (6e-8)."""

@@ -21,15 +21,13 @@ from kernels.head_cases import (
     relative_error,
     run,
 )
-from ratio_kl.ops import (
-    torch_backend,
-    triton_backend,
-    triton_gradients,
-    triton_launch,
-    triton_lists,
-    triton_rows,
-)
 from ratio_kl.ops.contract import Needs, Saved, Want
+from ratio_kl.ops.torch import linear as torch_backend
+from ratio_kl.ops.triton import gradients as triton_gradients
+from ratio_kl.ops.triton import launch as triton_launch
+from ratio_kl.ops.triton import linear as triton_backend
+from ratio_kl.ops.triton import lists as triton_lists
+from ratio_kl.ops.triton import rows as triton_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes in numpy, which warns of the NaN and inf that kernels select away.

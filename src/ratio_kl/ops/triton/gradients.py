@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.primitives import ALIGNED
-from ..kernels.tiles import programs, tile_for
+from ...kernels.primitives import ALIGNED
+from ...kernels.tiles import programs, tile_for
+from ..contract import Gradients, Head, HiddenDone, Needs, Saved
 from .blocks import Plan, Side, fitting_columns, plan
-from .contract import Gradients, Head, HiddenDone, Needs, Saved
-from .triton_launch import Rows, dlogits
-from .triton_lists import Grads, gather_rows
-from .triton_products import Products, gradient_dtype, product
-from .triton_rows import Listed, all_rows, list_rows, listed_rows
+from .launch import Rows, dlogits
+from .lists import Grads, gather_rows
+from .products import Products, gradient_dtype, product
+from .rows import Listed, all_rows, list_rows, listed_rows
 
 SMALL = 2**33
 """Multiplications of a matrix product that all rows are computed for: 25 us on an H200. To list
@@ -73,7 +73,7 @@ def gradients(
     needs: Needs,
     hidden_done: HiddenDone | None = None,
 ) -> Gradients:
-    """Pass 2, as ratio_kl.ops.triton_backend.backward says; grads are contiguous."""
+    """Pass 2, as linear.backward says; grads are contiguous."""
     if needs.bias and head.bias is None:
         needs = needs._replace(bias=False)
     if all(grad is None for grad in grads) or head.hidden.shape[0] == 0 or not any(needs[:3]):

@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..kernels.dlogits import dlogits_kernel
-from ..kernels.merge import WARPS, merge_kernel
-from ..kernels.primitives import TRITON_DTYPES, fits_descriptor, operand_dtype
-from ..kernels.score import score_kernel
-from ..kernels.tiles import Tile, precision, programs, tile_for
-from .contract import Head, Saved, Scores, Want
-from .triton_call import Arguments, Sources, call
+from ...kernels.dlogits import dlogits_kernel
+from ...kernels.merge import WARPS, merge_kernel
+from ...kernels.primitives import TRITON_DTYPES, fits_descriptor, operand_dtype
+from ...kernels.score import score_kernel
+from ...kernels.tiles import Tile, precision, programs, tile_for
+from ..contract import Head, Saved, Scores, Want
+from .call import Arguments, Sources, call
 
 
 class Part(NamedTuple):
