@@ -12,8 +12,8 @@ from ..distributed.shared_sum import ANCHOR
 from .backends import check_backend
 from .contract import DEFAULT_CHUNK_BYTES, Gradients, Needs, Want
 from .operators import linear_logprob_backward_op, linear_scores_op, of_active_rows
+from .sharded_operators import sharded_logprob_backward_op, sharded_scores_op
 from .sharding import Sharding
-from .vocabulary import sharded_logprob_backward_op, sharded_scores_op
 
 
 @dataclass(frozen=True)
