@@ -146,7 +146,7 @@ def test_a_block_of_dx_is_the_same_by_pointer_and_nothing_lies_beside_it():
     case = make_case(70, 130, 40, modifiers=MODIFIERS[:4], device=DEVICE)
     grads = case.grad_logps, case.grad_entropies
     saved = saved_of(case, run(case)[0])
-    work = triton_launch.Rows(case.head.hidden, None, saved, grads, None, None, 1.0, None)
+    work = triton_launch.Rows(case.head.hidden, saved, grads)
     blocks = []
     for width in (192, 131):
         space = torch.full((72, width), torch.inf, device=DEVICE)

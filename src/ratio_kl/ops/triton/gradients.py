@@ -159,7 +159,7 @@ def _start(head: Head, saved: Saved, listed: Listed, needs: Needs, space: _Space
     d_hidden = head.hidden.new_empty((N, H), dtype=d_hidden_dtype)
     hidden = d_hidden.view(-1).view(dtype)[: N * H].view(N, H)
     gather_rows(head.hidden, listed.rows, listed.kept, hidden)
-    work = Rows(hidden, listed.kept, saved, listed.grads, listed.rows, None, 1.0, None)
+    work = Rows(hidden, saved, listed.grads, listed.rows, kept=listed.kept)
     # Of a weight that is converted, no more than what the budget has room for.
     most = head.vocab_size if head.weight.dtype == dtype else min(blocks.columns, head.vocab_size)
     dlogits(
