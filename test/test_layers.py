@@ -5,6 +5,7 @@ Every rule is also fed a small package that breaks it, so that a rule which went
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -154,6 +155,22 @@ def import_faults(package: Path) -> list[str]:
     return list(dict.fromkeys(faults))
 
 
+def map_faults(package: Path) -> list[str]:
+    """Folders whose docstring does not name just the files and folders that lie there."""
+    faults = []
+    for init in sorted(package.glob("*/**/__init__.py")):
+        there = {path.name for path in init.parent.glob("*.py")} - {init.name}
+        there |= {f"{path.parent.name}/" for path in init.parent.glob("*/__init__.py")}
+        docstring = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+        named = set(re.findall(r"\b\w+(?:\.py\b|/(?!\w))", docstring))
+        if named != there:
+            odd = ", ".join(sorted(named ^ there))
+            faults.append(
+                f"{init.relative_to(package)}: its docstring and the folder differ in {odd}"
+            )
+    return faults
+
+
 def functions(node: ast.AST, scope: str) -> Iterator[tuple[str, ast.FunctionDef]]:
     """Every function below a node with its qualified name."""
     for child in ast.iter_child_nodes(node):
@@ -227,6 +244,19 @@ def test_imports_go_downward():
 
 def test_pieces_stay_small():
     assert size_faults(PACKAGE) == []
+
+
+def test_each_folder_says_what_lies_in_it():
+    assert map_faults(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("docstring", "complaint"), [("kl.py", "loss.py"), ("kl.py, loss.py, old.py", "old.py")]
+)
+def test_a_map_that_is_wrong_is_found(tmp_path, docstring, complaint):
+    files = {"objective/__init__.py": f'"""{docstring}"""\n', "objective/kl.py": ""}
+    (found,) = map_faults(plant(tmp_path, files | {"objective/loss.py": ""}))
+    assert found.endswith(complaint)
 
 
 def test_exceptions_still_exist():
