@@ -164,10 +164,8 @@ def map_faults(package: Path) -> list[str]:
         docstring = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
         named = set(re.findall(r"\b\w+(?:\.py\b|/(?!\w))", docstring))
         if named != there:
-            odd = ", ".join(sorted(named ^ there))
-            faults.append(
-                f"{init.relative_to(package)}: its docstring and the folder differ in {odd}"
-            )
+            where, odd = init.relative_to(package), ", ".join(sorted(named ^ there))
+            faults.append(f"{where}: its docstring and the folder differ in {odd}")
     return faults
 
 
