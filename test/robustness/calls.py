@@ -273,6 +273,10 @@ def _overlapping(good: Tensor) -> Tensor:
     return space[..., 0]
 
 
+def _expanded(good: Tensor) -> Tensor:
+    return good.flatten()[:1].expand(good.shape)
+
+
 TENSORS = (
     "rows",
     "leaf",
