@@ -281,6 +281,9 @@ MUTANTS = [
         ("mean.detach() + (logps - logps.detach())", "mean + (logps - logps.detach())"),
         ("mean.detach() + (logps - logps.detach())", "mean.detach()"),
         ("bounded(log_weight, limit).exp()", "log_weight.exp()"),
+    ),
+    *_of(
+        "objective/ratio_kl.py",
         (
             "ref_logps.detach().to(logps.dtype), logps, mask",
             "ref_logps.to(logps.dtype), logps, mask",
@@ -459,7 +462,8 @@ TESTS = {
     ),
     "objective/kl.py": ("objective/test_kl.py",),
     "objective/bounds.py": ("objective/test_bounds.py",),
-    "objective/ratio.py": ("objective/test_ratio.py", "objective/test_ratio_kl.py"),
+    "objective/ratio.py": ("objective/test_ratio.py",),
+    "objective/ratio_kl.py": ("objective/test_ratio_kl.py",),
     "objective/entropy.py": ("objective/test_entropy.py", "cases/test_entropy_mask.py"),
     "objective/reduction.py": ("objective/test_reduction.py", "cases/test_nonfinite.py"),
     "objective/sequences.py": ("objective/test_sequences.py", "cases/test_hidden_faults.py"),

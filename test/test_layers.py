@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "": {"module", "objective", "ops", "config"},
 }
 PUBLIC_NAMES_ONLY = ("compat.transformers", "compat.heads", "compat.trl")  # as these start
-OBJECTIVE_OVER_OPS = {"objective.loss", "objective.ratio", "objective.stash"}
+OBJECTIVE_OVER_OPS = {"objective.loss", "objective.ratio_kl", "objective.stash"}
 BACKENDS = ("torch", "triton")  # ops/torch/ and ops/triton/
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 
@@ -113,7 +113,7 @@ def fault(name: str, found: Import) -> str | None:
     if name.startswith(PUBLIC_NAMES_ONLY) and target not in ("compat", ""):
         return f"{name} may import ratio_kl's public names only; it imports {found.target}"
     if layer == "objective" and target == "ops" and name not in OBJECTIVE_OVER_OPS:
-        return f"only loss, ratio and stash may import ops; it imports {found.target}"
+        return f"only loss, ratio_kl and stash may import ops; it imports {found.target}"
     mine, its = backend_of(name), backend_of(ours)
     if mine and its and mine != its:
         return f"backends may not import each other; it imports {found.target}"
@@ -287,7 +287,7 @@ BROKEN_IMPORTS = [
     ("config.py", "from .ops import contract\n", "config may not import ratio_kl.ops.contract"),
     ("__init__.py", "from .reference import loss\n", "may not import ratio_kl.reference"),
     ("__init__.py", "from .compat import trl\n", "may not import ratio_kl.compat.trl"),
-    ("objective/kl.py", "from ..ops.contract import Head\n", "only loss, ratio and stash"),
+    ("objective/kl.py", "from ..ops.contract import Head\n", "only loss, ratio_kl and stash"),
     ("objective/kl.py", "from ..module import Loss\n", "objective may not import"),
     ("objective/kl.py", "import triton\n", "may not import triton"),
     ("objective/kl.py", "def f():\n    import numpy\n", "may not import numpy"),

@@ -5,7 +5,7 @@ inputs.py       the caller's tensors, checked and in one form
 sequences.py    padded and packed layouts: sums over sequences and their way back
 exchange.py     what ranks tell each other between the passes
 surrogate.py    the terms put together
-ratio.py        importance ratios; linear_ratio_kl and ratio_kl
+ratio.py        importance ratios, at three levels
 policy.py       policy terms, and what each loss type is made of
 kl.py           estimators of the KL to the reference
 entropy.py      the mask of high-entropy tokens, and the entropy bonus
@@ -13,4 +13,5 @@ reduction.py    the weight of each token in the sum
 bounds.py       clamps with the gradient that the loss wants
 metrics.py      what a call shows of itself
 stash.py        both passes in forward
+ratio_kl.py     the public ratio_kl and linear_ratio_kl
 """
