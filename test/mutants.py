@@ -431,11 +431,11 @@ MUTANTS = [
         ("elif call.temperature is not None:", "elif False:"),
         ("config.entropy_coef if call.entropy_coef is None", "config.entropy_coef if True"),
         (
-            "config.logit_scale, config.softcap, config.vocab_size)",
-            "1.0, config.softcap, config.vocab_size)",
+            "config.logit_scale, config.softcap, vocab_size)",
+            "1.0, config.softcap, vocab_size)",
         ),
-        ("config.softcap, config.vocab_size)", "None, config.vocab_size)"),
-        ("vocab_size=vocab_size),\n        execution", "vocab_size=None),\n        execution"),
+        ("config.softcap, vocab_size)", "None, vocab_size)"),
+        ("config.softcap, vocab_size)", "config.softcap, None)"),
         ("if all(given):", "if False:"),
     ),
     *_of(
