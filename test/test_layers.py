@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "config": {"field_docs"},
     "checks": {"host_copy"},
     "distributed": {"distributed"},
-    "kernels": {"kernels", "config"},
+    "kernels": {"kernels"},
     "ops": {"ops", "kernels", "distributed", "checks", "config", "field_docs", "host_copy"},
     "objective": {"objective", "ops", "distributed", "checks", "config", "field_docs"},
     "module": {"objective", "ops", "checks", "config"},

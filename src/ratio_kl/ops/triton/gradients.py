@@ -27,8 +27,8 @@ from .products import Products, gradient_dtype, product
 from .rows import Listed, all_rows, list_rows, listed_rows
 
 SMALL = 2**33
-"""Multiplications of a matrix product that all rows are computed for: 25 us on an H200. To list
-rows, to tell the host and to pick them out takes it and the host longer than three of these."""
+"""Up to so many multiplications of a matrix product all rows are computed: 25 us on an H200, where
+listing rows, telling the host and picking them out take longer than three such products."""
 
 
 class _Ahead(NamedTuple):

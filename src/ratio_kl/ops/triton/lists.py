@@ -21,7 +21,6 @@ PICKED_AT_ONCE = 1024
 """Rows up to which each program of a gather looks at the whole mask instead of at a list. Past it
 that would cost more than a launch."""
 
-
 BLOCK_H = 1024
 """Columns that a program copies in a step."""
 
