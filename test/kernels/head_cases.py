@@ -1,6 +1,7 @@
 """Random heads, and the two numbers a token with their gradients in float64 over full logits."""
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,11 @@ class Case(NamedTuple):
     mask: Tensor | None
     grad_logps: Tensor | None
     grad_entropies: Tensor | None
+
+
+def with_head(case: Case, **changes: Any) -> Case:
+    """The case with some fields of its head replaced."""
+    return case._replace(head=dataclasses.replace(case.head, **changes))
 
 
 def make_case(

@@ -3,7 +3,6 @@
 Runs in Triton's interpreter where there is no GPU (tiles of 64 x 64 x 32), else on the GPU.
 """
 
-import dataclasses
 from itertools import product
 
 import pytest
@@ -14,12 +13,12 @@ from kernels.head_cases import (
     ALL,
     MODIFIERS,
     TOLERANCE,
-    Case,
     assert_right,
     expected,
     make_case,
     relative_error,
     run,
+    with_head,
 )
 from ratio_kl.ops.contract import Needs, Saved, Want
 from ratio_kl.ops.torch import linear as torch_backend
@@ -33,10 +32,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes in numpy, which warns of the NaN and inf that kernels select away.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 HALF = (torch.bfloat16, torch.float16)
-
-
-def with_head(case: Case, **changes) -> Case:
-    return case._replace(head=dataclasses.replace(case.head, **changes))
 
 
 # V: one column, less than a tile, a tile less and more one, two tiles and one, many, one tile more
