@@ -75,7 +75,7 @@ class HeadRows(NamedTuple):
 
 
 class RowScores(NamedTuple):
-    """Pass 1 over flat rows: as contract.Scores, but for the last field."""
+    """Pass 1 over flat rows: as contract.Scores, but for the last two fields."""
 
     logps: Tensor
     entropies: Tensor
