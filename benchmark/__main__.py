@@ -3,6 +3,8 @@
 make benchmark                               every case; small sizes where there is no GPU
 make benchmark ARGS="--case dense --against trl eager"
 make benchmark ARGS="--memory"               resident memory of the process, on a CPU
+make benchmark ARGS="--kernels"              the Triton kernels alone, on a GPU
+make benchmark ARGS="--fronts"               the host's time of a front of ratio_kl.compat
 make benchmark ARGS="--quantile"             the entropy quantile over ranks
 make benchmark ARGS="--ranks"                a head and sequences cut over ranks, each collective
 make benchmark ARGS="--trainer_step"         a training step of TRL's GRPOTrainer
@@ -28,6 +30,7 @@ from .results import Run, environment
 APART = {
     "memory": "peak resident memory on the CPU, each figure in a fresh process",
     "kernels": "the Triton kernels alone, on a GPU",
+    "fronts": "what a front of ratio_kl.compat costs the host beyond the public call below it",
     "quantile": "time and bytes sent of the entropy quantile over ranks",
     "ranks": "a head that is cut over GPUs, and each collective, over NCCL (gloo on a CPU)",
     "trainer_step": "a training step of TRL's GRPOTrainer through a whole model, with each head",

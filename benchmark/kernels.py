@@ -16,13 +16,13 @@ import triton
 from torch import Tensor
 
 from ratio_kl import linear_logprob
-from ratio_kl.ops import triton_backend, triton_logits
 from ratio_kl.ops.contract import DEFAULT_CHUNK_BYTES, Head, LogitsSaved, Needs, Saved, Scores, Want
+from ratio_kl.ops.triton import linear as triton_backend
+from ratio_kl.ops.triton import logits as triton_logits
 
 from .measure import host_time, interleaved
 
 SHAPES = ((8192, 4096, 131072), (32768, 2048, 151936), (16384, 3584, 152064), (4096, 8192, 128256))
-SMALL = tuple((N, 4096, V) for V in (32000, 131072) for N in (256, 512, 1152, 2048))
 HOST_LIMIT = 150
 WARM_CALLS = 20
 TRAINED, FROZEN = Needs(True, True, False), Needs(True, False, False)
@@ -89,16 +89,6 @@ def extra_bytes(function: Callable[[], Any]) -> int:
     return extra
 
 
-def graph_of(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Replay of the captured call: the kernels' time without the host's."""
-    function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
-
-
 def errors(step: Step, rows: int = 1024) -> dict[str, float]:
     """Against float64: logps and entropies (largest), gradients (relative Frobenius norm)."""
     scores = step.forward()
@@ -161,23 +151,6 @@ def shape_table(N: int, H: int, V: int, seconds: float) -> None:
     in_fp16 = make_step(N, H, V, torch.float16)
     measured = times({"bf16": step.both, "fp16": in_fp16.both}, seconds)
     print(f"  fp16 forward + backward: {measured['fp16'] / measured['bf16']:.3f} of bf16's time")
-
-
-def small_table(seconds: float) -> None:
-    """Kernel time of the forward for few rows, from graph replays."""
-    print("\nsmall N, kernel time of the forward")
-    for N, H, V in SMALL:
-        step = make_step(N, H, V, torch.bfloat16)
-        hidden, weight = step.head.hidden, step.head.weight
-        measured = times(
-            {
-                "mm": graph_of(lambda h=hidden, w=weight: torch.mm(h, w.T)),
-                "forward": graph_of(lambda s=step: s.forward(with_entropy=False)),
-            },
-            seconds,
-        )
-        ratio = measured["forward"] / measured["mm"]
-        print(f"  N={N:5d} H={H} V={V:6d}: mm {measured['mm']:.3f} ms, forward {ratio:.3f} mm")
 
 
 def host_table(N: int = 256, H: int = 1024, V: int = 32_000) -> None:
@@ -263,7 +236,6 @@ def main() -> int:
     for shape in SHAPES[: arguments.shapes]:
         shape_table(*shape, arguments.seconds)
         torch.cuda.empty_cache()
-    small_table(arguments.seconds)
     host_table()
     logits_table(arguments.seconds)
     return 0

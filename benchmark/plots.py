@@ -8,7 +8,6 @@ import matplotlib
 
 from .results import Row, Run
 from .rivals import CONTENDERS, OURS
-from .targets import MIB
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -39,7 +38,6 @@ SETTINGS: Any = {
     "figure.dpi": 160,
     "savefig.bbox": "tight",
 }
-Figured = Callable[[Row], float | None]
 
 
 def draw(run: Run, out: Path) -> list[Path]:
@@ -53,14 +51,6 @@ def draw(run: Run, out: Path) -> list[Path]:
                 figure.savefig(written[-1])
                 plt.close(figure)
     return written
-
-
-def _ms(row: Row) -> float | None:
-    return row.ms
-
-
-def _mib(row: Row) -> float | None:
-    return None if row.extra_bytes is None else row.extra_bytes / MIB
 
 
 def bars(run: Run) -> Figure | None:
@@ -82,8 +72,8 @@ def bars(run: Run) -> Figure | None:
         ours = next((row for row in group if row.contender == OURS), group[0])
         size = ours.size
         where = f"N = {size.tokens:,}, H = {size.width:,}, V = {size.vocabulary:,}"
-        _bar_panel(line[0], group, _ms, "time (ms)", _time_and_unit)
-        _bar_panel(line[1], group, _mib, "memory beyond inputs and gradients (MiB)", None)
+        _bar_panel(line[0], group, "ms", "time (ms)", _time_and_unit)
+        _bar_panel(line[1], group, "extra_mib", "memory beyond inputs and gradients (MiB)", None)
         line[0].set_title(where)
         line[1].set_yticklabels([])
     _caption(
@@ -101,12 +91,12 @@ def _time_and_unit(row: Row) -> str:
 def _bar_panel(
     axis: Axes,
     group: Sequence[Row],
-    figured: Figured,
+    attribute: str,
     label: str,
     text: Callable[[Row], str] | None,
 ) -> None:
-    """Horizontal bars in the group's order, a number at the end of each."""
-    values = [figured(row) or 0.0 for row in group]
+    """Horizontal bars of an attribute of the rows, in their order, a number at the end of each."""
+    values = [getattr(row, attribute) or 0.0 for row in group]
     largest = max(values) or 1.0
     for place, (row, value) in enumerate(zip(group, values, strict=True)):
         ours, exact = row.contender == OURS, CONTENDERS[row.contender].exact
@@ -136,18 +126,18 @@ def _bar_panel(
 def growth(run: Run) -> Figure | None:
     """Time and memory against N, memory against V, on logarithmic axes."""
     panels = (
-        ("tokens", _ms, "time (ms)", "Time against tokens"),
-        ("tokens", _mib, "memory beyond gradients (MiB)", "Memory against tokens"),
-        ("vocabulary", _mib, "memory beyond gradients (MiB)", "Memory against vocabulary"),
+        ("tokens", "ms", "time (ms)", "Time against tokens"),
+        ("tokens", "extra_mib", "memory beyond gradients (MiB)", "Memory against tokens"),
+        ("vocabulary", "extra_mib", "memory beyond gradients (MiB)", "Memory against vocabulary"),
     )
     if not any(row.case == case for row in run.rows for case, *_ in panels):
         return None
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
-    for axis, (case, figured, label, title) in zip(axes, panels, strict=True):
+    for axis, (case, attribute, label, title) in zip(axes, panels, strict=True):
         rows = [row for row in run.rows if row.case == case]
         names = list(dict.fromkeys(row.contender for row in rows))
         for name in sorted(names, key=lambda name: name == OURS):
-            _curve(axis, [row for row in rows if row.contender == name], case, figured)
+            _curve(axis, [row for row in rows if row.contender == name], case, attribute)
         if rows:
             fixed = rows[0].size
             other = {
@@ -166,8 +156,8 @@ def growth(run: Run) -> Figure | None:
     return figure
 
 
-def _curve(axis: Axes, rows: Sequence[Row], case: str, figured: Figured) -> None:
-    points = [(getattr(row.size, case), figured(row)) for row in rows if row.ok]
+def _curve(axis: Axes, rows: Sequence[Row], case: str, attribute: str) -> None:
+    points = [(getattr(row.size, case), getattr(row, attribute)) for row in rows if row.ok]
     points = sorted((x, max(y, 1e-3)) for x, y in points if y is not None)
     if not points:
         return

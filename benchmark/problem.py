@@ -8,6 +8,8 @@ from torch import Tensor
 
 from .shapes import Shape
 
+IGNORED = -100
+"""What cross entropies take for the target of an inactive token."""
 WEIGHT_SCALE = 0.02
 """Standard deviation of a freshly initialised head in most models."""
 
@@ -41,6 +43,11 @@ class Problem:
     @property
     def leaves(self) -> tuple[Tensor, ...]:
         return tuple(leaf for leaf in (self.hidden, self.weight) if leaf.requires_grad)
+
+    @property
+    def targets(self) -> Tensor:
+        """[B, T]: action_ids, IGNORED on inactive tokens."""
+        return self.action_ids.masked_fill(~self.mask, IGNORED)
 
     @property
     def needs_entropy(self) -> bool:

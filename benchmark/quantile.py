@@ -1,7 +1,7 @@
 """Batch-global quantile: bytes sent and time of its two routes.
 
-    python benchmark/quantile.py                  10^3 to 10^7 tokens on 2 and 4 gloo ranks
-    python benchmark/quantile.py --largest 8      up to 10^8 (about 6 GB a rank)
+    python -m benchmark.quantile                  10^3 to 10^7 tokens on 2 and 4 gloo ranks
+    python -m benchmark.quantile --largest 8      up to 10^8 (about 6 GB a rank)
 
 The first tables are measured: real processes on this machine's CPU, every token active, cut
 evenly; a time is the median over calls of the slowest rank. The last table is calculated, for
@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from ratio_kl.distributed import Group, masked_quantile, resolve
-from ratio_kl.distributed.quantile import GATHER_TOKENS, ROUTES
+from ratio_kl.distributed.groups import Group, resolve
+from ratio_kl.distributed.quantile import GATHER_TOKENS, ROUTES, masked_quantile
 
 QUANTILE = 1 - 0.2
 SECONDS_A_SIZE = 1.0

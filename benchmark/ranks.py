@@ -33,12 +33,13 @@ from rich.table import Table
 from torch import Tensor
 
 from ratio_kl import linear_logprob
-from ratio_kl.distributed import Group, masked_quantile, resolve, sum_over
-from ratio_kl.distributed.groups import gather_over, start_sum, wait_for
+from ratio_kl.distributed.groups import Group, gather_over, resolve, start_sum, sum_over, wait_for
+from ratio_kl.distributed.quantile import masked_quantile
 from ratio_kl.distributed.shared_sum import shared_sum
 from ratio_kl.ops.sharding import PartOfHidden
 
 from .measure import synchronize
+from .quantile import TABLE_BYTES
 from .results import environment
 from .shapes import Shape, parse
 
@@ -178,7 +179,6 @@ def collective_rows(head: Head, device: torch.device, rounds: int, whole_ms: flo
     sums = torch.zeros(SEQUENCES, device=device)
     entropies = torch.rand(tokens, device=device)
     mask = torch.ones_like(entropies, dtype=torch.bool)
-    tables = 8 * (2048 + 2048 + 1024) + 4 * 2
     calls: dict[str, tuple[Callable[[], object], int]] = {
         "scores of the ranks (tp_group), all-gather": (lambda: gather_over(scores, group), 4),
         "gradient of hidden (tp_group), all-reduce": (
@@ -200,7 +200,7 @@ def collective_rows(head: Head, device: torch.device, rounds: int, whole_ms: flo
         )
     }
     for name, ms in timed(quantile, device, rounds).items():
-        rows.append(Row(name, ms, bytes=tables, share=ms / whole_ms))
+        rows.append(Row(name, ms, bytes=TABLE_BYTES, share=ms / whole_ms))
     return rows
 
 

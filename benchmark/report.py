@@ -12,9 +12,9 @@ from rich.table import Table
 
 from . import plots
 from .cases import CASES, ROLLOUTS
-from .results import Row, Run, merged
+from .results import MIB, Row, Run, merged
 from .rivals import CONTENDERS, OURS
-from .targets import MIB, Verdict, verdicts
+from .targets import Verdict, verdicts
 
 HEADER = (
     "N x H x V",
@@ -26,6 +26,7 @@ HEADER = (
     "logp error",
     "d_hidden error",
     "d_weight error",
+    "host us",
 )
 LEGEND = (
     "ms: median of interleaved rounds. mm: ms over that of one of 4 torch.mm(hidden, weight.T) in "
@@ -33,7 +34,6 @@ LEGEND = (
     "Errors against float64 on every token: of logp the largest absolute one, of gradients the "
     "relative Frobenius norm."
 )
-HOST = "host us"
 
 
 def titles() -> dict[str, str]:
@@ -45,7 +45,7 @@ def cells(row: Row) -> tuple[str, ...]:
     contender = CONTENDERS[row.contender]
     name = contender.title if row.data == "random" else f"{contender.title}, on {row.data}"
     if not row.ok:
-        return (row.shape, f"{name}: {row.status}", *[""] * 7)
+        return (row.shape, f"{name}: {row.status}", *[""] * 8)
     name += f" ({contender.note})" if contender.note else ""
     return (
         row.shape,
@@ -57,7 +57,15 @@ def cells(row: Row) -> tuple[str, ...]:
         _number(row.logp_error, "{:.1e}"),
         _number(row.hidden_error, "{:.1e}"),
         _number(row.weight_error, "{:.1e}"),
+        _number(row.host_us, "{:.0f}"),
     )
+
+
+def grid(rows: Sequence[Row]) -> list[list[str]]:
+    """The header and a line a row, without the columns in which no row says anything."""
+    lines = [cells(row) for row in rows]
+    used = [i for i in range(len(HEADER)) if i < 3 or any(line[i] for line in lines)]
+    return [[line[i] for i in used] for line in (HEADER, *lines)]
 
 
 def _number(value: float | None, form: str) -> str:
@@ -77,20 +85,15 @@ def tables(run: Run) -> dict[str, list[Row]]:
 def print_run(console: Console, run: Run) -> None:
     """The environment, a table a case, and the targets on a GPU."""
     for name, rows in tables(run).items():
-        used = [i for i in range(len(HEADER)) if i < 3 or any(cells(row)[i] for row in rows)]
-        host = any(row.host_us is not None for row in rows)
+        header, *lines = grid(rows)
         table = Table(title=f"{name}: {titles()[name]}, {rows[0].dtype}", title_justify="left")
-        for i in used:
-            table.add_column(HEADER[i], justify="left" if i < 2 else "right", overflow="fold")
-        if host:
-            table.add_column(HOST, justify="right")
+        for i, title in enumerate(header):
+            table.add_column(title, justify="left" if i < 2 else "right", overflow="fold")
         before = None
-        for row in rows:
+        for row, line in zip(rows, lines, strict=True):
             if before not in (None, row.shape):
                 table.add_section()
-            line = [cells(row)[i] for i in used]
             line[0] = "" if before == row.shape else line[0]
-            line += [_number(row.host_us, "{:.0f}")] if host else []
             table.add_row(*line, style="bold" if row.contender == OURS else None)
             before = row.shape
         console.print(table)
@@ -116,16 +119,11 @@ def markdown(run: Run, found: Sequence[Verdict]) -> str:
     lines += ["", LEGEND.format(**run.environment), ""]
     for name, rows in tables(run).items():
         lines += [f"## {titles()[name]}", "", f"`--case {name}`, {rows[0].dtype}", ""]
-        header, body = list(HEADER), [list(cells(row)) for row in rows]
-        if any(row.host_us is not None for row in rows):
-            header.append(HOST)
-            for line, row in zip(body, rows, strict=True):
-                line.append(_number(row.host_us, "{:.0f}"))
-        used = [i for i in range(len(header)) if i < 3 or any(line[i] for line in body)]
-        lines += [_line(header[i] for i in used), _line("---" for _ in used)]
+        header, *body = grid(rows)
+        lines += [_line(header), _line("---" for _ in header)]
         for line, row in zip(body, rows, strict=True):
             mark = "**" if row.contender == OURS else ""
-            lines.append(_line(f"{mark}{line[i]}{mark}" if line[i] else "" for i in used))
+            lines.append(_line(f"{mark}{cell}{mark}" if cell else "" for cell in line))
         lines.append("")
     if found:
         lines += ["## Targets on one H200", "", _line(("", "target", "where", "measured", "limit"))]

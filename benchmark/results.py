@@ -17,6 +17,7 @@ from .rivals.ours import chunk_bytes
 from .shapes import Shape, parse
 
 OK = "ok"
+MIB = 2**20
 
 
 @dataclass
@@ -55,6 +56,10 @@ class Row:
         if self.peak_bytes is None:
             return None
         return self.peak_bytes - (self.gradient_bytes or 0)
+
+    @property
+    def extra_mib(self) -> float | None:
+        return None if self.extra_bytes is None else self.extra_bytes / MIB
 
     @property
     def size(self) -> Shape:
@@ -115,7 +120,7 @@ def environment(device: torch.device, command: str) -> dict[str, str]:
         "memory": "torch's CUDA allocator"
         if device.type == "cuda"
         else "torch's CPU allocator, by its profiler",
-        "chunk_bytes": f"{chunk_bytes(device) / 2**20:.0f} MiB",
+        "chunk_bytes": f"{chunk_bytes(device) / MIB:.0f} MiB",
         "command": command,
     }
 

@@ -6,14 +6,13 @@ Times are in mm, that is in torch.mm(hidden, weight.T) of the same rounds.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .results import Row
+from .results import MIB, Row
 from .rivals import CONTENDERS, OURS
 
-MIB = 2**20
 WIDE = 4096
 """Hidden size from which a product is bound by arithmetic, so that the limits are tighter."""
-CHUNK_BYTES = 256 * MIB
-FORWARD_BYTES = 32 * MIB
+LOSS_BYTES, FORWARD_BYTES = 256 * MIB, 32 * MIB
+"""Of temporaries: twice the library's default chunk_bytes, and what pass 1 alone may take."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,8 @@ class Limit:
 
     title: str
     case: str
-    figure: Callable[[Row], float | None]
+    figure: str
+    """An attribute of Row."""
     limit: Callable[[Row], float]
     unit: str = "{:.3g}"
     where: Callable[[Row], bool] = lambda row: True
@@ -48,20 +48,12 @@ def loss_bytes(row: Row) -> float:
     """Temporaries, the float32 sum of d_hidden, and the compacted copy of the active rows."""
     states = row.size.tokens * row.size.width
     copy = 0 if row.active == 1 else 2 * row.active * states
-    return CHUNK_BYTES + 4 * states + copy
+    return LOSS_BYTES + 4 * states + copy
 
 
 def forward_bytes(row: Row) -> float:
     copy = 0 if row.active == 1 else 2 * row.active * row.size.tokens * row.size.width
     return FORWARD_BYTES + copy
-
-
-def _mm(row: Row) -> float | None:
-    return row.mm
-
-
-def _mib(row: Row) -> float | None:
-    return None if row.extra_bytes is None else row.extra_bytes / MIB
 
 
 def _is_main(row: Row) -> bool:
@@ -70,32 +62,36 @@ def _is_main(row: Row) -> bool:
 
 LOSSES = ("dense", "inactive", "zero", "inactive_zero", "quantile", "frozen")
 LIMITS = (
-    Limit("forward, mm", "forward", _mm, at_most(1.09, 1.16)),
-    Limit("forward with entropy, mm", "forward_entropy", _mm, at_most(1.09, 1.16)),
-    Limit("forward + backward, mm", "dense", _mm, at_most(4.3, 4.45)),
-    Limit("half inactive, mm", "inactive", _mm, at_most(2.25)),
-    Limit("half zero advantage, mm", "zero", _mm, at_most(2.7)),
-    Limit("half inactive, half of the rest zero, mm", "inactive_zero", _mm, at_most(1.45)),
-    Limit("half inactive, q = 0.2, mm", "quantile", _mm, at_most(0.95)),
-    Limit("frozen head, mm", "frozen", _mm, at_most(3.4)),
-    Limit("few tokens, mm of device time", "small", _mm, at_most(1.5), where=_is_main),
+    Limit("forward, mm", "forward", "mm", at_most(1.09, 1.16)),
+    Limit("forward with entropy, mm", "forward_entropy", "mm", at_most(1.09, 1.16)),
+    Limit("forward + backward, mm", "dense", "mm", at_most(4.3, 4.45)),
+    Limit("half inactive, mm", "inactive", "mm", at_most(2.25)),
+    Limit("half zero advantage, mm", "zero", "mm", at_most(2.7)),
+    Limit("half inactive, half of the rest zero, mm", "inactive_zero", "mm", at_most(1.45)),
+    Limit("half inactive, q = 0.2, mm", "quantile", "mm", at_most(0.95)),
+    Limit("frozen head, mm", "frozen", "mm", at_most(3.4)),
+    Limit("few tokens, mm of device time", "small", "mm", at_most(1.5), where=_is_main),
     *(
-        Limit(f"host's time of {name}, us", case, lambda row: row.host_us, at_most(150))
+        Limit(f"host's time of {name}, us", case, "host_us", at_most(150))
         for name, case in (("pass 1", "pass_one"), ("pass 2", "pass_two"))
     ),
     *(
         Limit(
-            f"{case}: MiB beyond gradients", case, _mib, lambda row: loss_bytes(row) / MIB, "{:.0f}"
+            f"{case}: MiB beyond gradients",
+            case,
+            "extra_mib",
+            lambda row: loss_bytes(row) / MIB,
+            "{:.0f}",
         )
         for case in LOSSES
     ),
     *(
-        Limit(f"{case}: MiB", case, _mib, lambda row: forward_bytes(row) / MIB, "{:.0f}")
+        Limit(f"{case}: MiB", case, "extra_mib", lambda row: forward_bytes(row) / MIB, "{:.0f}")
         for case in ("forward", "forward_entropy")
     ),
-    Limit("logp error", "dense", lambda row: row.logp_error, at_most(5e-5), "{:.1e}"),
-    Limit("error of d_hidden", "dense", lambda row: row.hidden_error, at_most(4e-3), "{:.1e}"),
-    Limit("error of d_weight", "dense", lambda row: row.weight_error, at_most(4e-3), "{:.1e}"),
+    Limit("logp error", "dense", "logp_error", at_most(5e-5), "{:.1e}"),
+    Limit("error of d_hidden", "dense", "hidden_error", at_most(4e-3), "{:.1e}"),
+    Limit("error of d_weight", "dense", "weight_error", at_most(4e-3), "{:.1e}"),
 )
 
 AHEAD_OF = {
@@ -123,7 +119,7 @@ def _limits(rows: list[Row]) -> list[Verdict]:
         for row in rows:
             if row.case != limit.case or row.contender != OURS or not limit.where(row):
                 continue
-            value, most = limit.figure(row), limit.limit(row)
+            value, most = getattr(row, limit.figure), limit.limit(row)
             shown = row.status if value is None else limit.unit.format(value)
             passed = value is not None and value <= most
             found.append(

@@ -36,10 +36,9 @@ import ratio_kl
 from ratio_kl.ops.contract import DEFAULT_CHUNK_BYTES
 
 from .measure import interleaved, peak_bytes
-from .results import environment
+from .results import MIB, environment
 from .trainers import CONTENDERS, HEADS, MODELS
 
-MIB = 2**20
 GROUP = 4
 """Completions of a prompt, rewarded against each other."""
 

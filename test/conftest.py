@@ -78,7 +78,7 @@ def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 def keys_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a kernel that was called with a key is called again as it was then; here each call
     of a test is compared with the first one of its key."""
-    module = sys.modules.get("ratio_kl.ops.triton_call")
+    module = sys.modules.get("ratio_kl.ops.triton.call")
     if module is None or HAS_GPU:
         return
     calls: dict[Any, Any] = {}

@@ -281,6 +281,9 @@ MUTANTS = [
         ("mean.detach() + (logps - logps.detach())", "mean + (logps - logps.detach())"),
         ("mean.detach() + (logps - logps.detach())", "mean.detach()"),
         ("bounded(log_weight, limit).exp()", "log_weight.exp()"),
+    ),
+    *_of(
+        "objective/ratio_kl.py",
         (
             "ref_logps.detach().to(logps.dtype), logps, mask",
             "ref_logps.to(logps.dtype), logps, mask",
@@ -428,11 +431,11 @@ MUTANTS = [
         ("elif call.temperature is not None:", "elif False:"),
         ("config.entropy_coef if call.entropy_coef is None", "config.entropy_coef if True"),
         (
-            "config.logit_scale, config.softcap, config.vocab_size)",
-            "1.0, config.softcap, config.vocab_size)",
+            "config.logit_scale, config.softcap, vocab_size)",
+            "1.0, config.softcap, vocab_size)",
         ),
-        ("config.softcap, config.vocab_size)", "None, config.vocab_size)"),
-        ("vocab_size=vocab_size),\n        execution", "vocab_size=None),\n        execution"),
+        ("config.softcap, vocab_size)", "None, vocab_size)"),
+        ("config.softcap, vocab_size)", "config.softcap, None)"),
         ("if all(given):", "if False:"),
     ),
     *_of(
@@ -446,11 +449,11 @@ MUTANTS = [
 ]
 
 TESTS = {
-    "kernels/ratio_kl.py": ("ops/test_triton_logits.py",),
+    "kernels/ratio_kl.py": ("ops/triton/test_logits.py",),
     "kernels": (
         "properties/test_against_reference.py",
         "ops/test_statistics.py",
-        "ops/test_triton_backend.py",
+        "ops/triton/test_linear.py",
     ),
     "objective/policy.py": (
         "objective/test_policy.py",
@@ -459,7 +462,8 @@ TESTS = {
     ),
     "objective/kl.py": ("objective/test_kl.py",),
     "objective/bounds.py": ("objective/test_bounds.py",),
-    "objective/ratio.py": ("objective/test_ratio.py", "objective/test_ratio_kl.py"),
+    "objective/ratio.py": ("objective/test_ratio.py",),
+    "objective/ratio_kl.py": ("objective/test_ratio_kl.py",),
     "objective/entropy.py": ("objective/test_entropy.py", "cases/test_entropy_mask.py"),
     "objective/reduction.py": ("objective/test_reduction.py", "cases/test_nonfinite.py"),
     "objective/sequences.py": ("objective/test_sequences.py", "cases/test_hidden_faults.py"),

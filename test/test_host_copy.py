@@ -127,8 +127,8 @@ def test_a_kernel_writes_its_count_to_the_host() -> None:
 @pytest.mark.gpu
 def test_no_kernel_is_compiled_for_where_its_count_goes() -> None:
     """Several counts on their way lie in several cells, all alike to the compiler."""
-    from ratio_kl.ops import triton_call
     from ratio_kl.ops.linear_logprob import linear_logprob
+    from ratio_kl.ops.triton import call as triton_call
 
     hidden, weight = torch.randn(70, 64, device="cuda"), torch.randn(130, 64, device="cuda")
     ids = torch.arange(70, device="cuda")

@@ -5,6 +5,7 @@ Every rule is also fed a small package that breaks it, so that a rule which went
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ MAY_IMPORT = {
     "config": {"field_docs"},
     "checks": {"host_copy"},
     "distributed": {"distributed"},
-    "kernels": {"kernels", "config"},
+    "kernels": {"kernels"},
     "ops": {"ops", "kernels", "distributed", "checks", "config", "field_docs", "host_copy"},
     "objective": {"objective", "ops", "distributed", "checks", "config", "field_docs"},
     "module": {"objective", "ops", "checks", "config"},
@@ -34,8 +35,8 @@ MAY_IMPORT = {
     "": {"module", "objective", "ops", "config"},
 }
 PUBLIC_NAMES_ONLY = ("compat.transformers", "compat.heads", "compat.trl")  # as these start
-OBJECTIVE_OVER_OPS = {"objective.loss", "objective.ratio", "objective.stash"}
-BACKENDS = ("torch", "triton")  # ops/torch_*.py and ops/triton_*.py
+OBJECTIVE_OVER_OPS = {"objective.loss", "objective.ratio_kl", "objective.stash"}
+BACKENDS = ("torch", "triton")  # ops/torch/ and ops/triton/
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_LINE, MAX_POSITIONAL = 300, 60, 90, 100, 5
@@ -95,9 +96,9 @@ def _dynamic_target(call: ast.Call, package: list[str]) -> str:
 
 def backend_of(name: str) -> str | None:
     """The backend to which a module of ops belongs, None for what they share."""
-    if not name.startswith("ops."):
-        return None
-    return next((b for b in BACKENDS if name.startswith(f"ops.{b}_")), None)
+    layer, _, below = name.partition(".")
+    folder = below.split(".")[0]
+    return folder if layer == "ops" and folder in BACKENDS else None
 
 
 def fault(name: str, found: Import) -> str | None:
@@ -112,7 +113,7 @@ def fault(name: str, found: Import) -> str | None:
     if name.startswith(PUBLIC_NAMES_ONLY) and target not in ("compat", ""):
         return f"{name} may import ratio_kl's public names only; it imports {found.target}"
     if layer == "objective" and target == "ops" and name not in OBJECTIVE_OVER_OPS:
-        return f"only loss, ratio and stash may import ops; it imports {found.target}"
+        return f"only loss, ratio_kl and stash may import ops; it imports {found.target}"
     mine, its = backend_of(name), backend_of(ours)
     if mine and its and mine != its:
         return f"backends may not import each other; it imports {found.target}"
@@ -152,6 +153,20 @@ def import_faults(package: Path) -> list[str]:
             if problem:
                 faults.append(f"{where}:{item.line}: {problem}")
     return list(dict.fromkeys(faults))
+
+
+def map_faults(package: Path) -> list[str]:
+    """Folders whose docstring does not name just the files and folders that lie there."""
+    faults = []
+    for init in sorted(package.glob("*/**/__init__.py")):
+        there = {path.name for path in init.parent.glob("*.py")} - {init.name}
+        there |= {f"{path.parent.name}/" for path in init.parent.glob("*/__init__.py")}
+        docstring = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+        named = set(re.findall(r"\b\w+(?:\.py\b|/(?!\w))", docstring))
+        if named != there:
+            where, odd = init.relative_to(package), ", ".join(sorted(named ^ there))
+            faults.append(f"{where}: its docstring and the folder differ in {odd}")
+    return faults
 
 
 def functions(node: ast.AST, scope: str) -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -229,6 +244,19 @@ def test_pieces_stay_small():
     assert size_faults(PACKAGE) == []
 
 
+def test_each_folder_says_what_lies_in_it():
+    assert map_faults(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("docstring", "complaint"), [("kl.py", "loss.py"), ("kl.py, loss.py, old.py", "old.py")]
+)
+def test_a_map_that_is_wrong_is_found(tmp_path, docstring, complaint):
+    files = {"objective/__init__.py": f'"""{docstring}"""\n', "objective/kl.py": ""}
+    (found,) = map_faults(plant(tmp_path, files | {"objective/loss.py": ""}))
+    assert found.endswith(complaint)
+
+
 def test_exceptions_still_exist():
     oracle = PACKAGE / "reference.py"
     names = {name for name, _ in functions(ast.parse(oracle.read_text("utf-8")), "reference")}
@@ -244,9 +272,10 @@ SOUND = {
     "objective/loss.py": "import torch\nfrom ..ops.contract import Head\nfrom . import kl\n",
     "objective/kl.py": "from ..distributed import sum_over\n",
     "ops/contract.py": "from torch import Tensor\n",
-    "ops/torch_backend.py": "from .contract import Head\n",
-    "ops/triton_backend.py": "import triton\nfrom ratio_kl.kernels.score import score\n",
-    "ops/operators.py": "def pick():\n    from .triton_backend import run\n",
+    "ops/torch/linear.py": "from ..contract import Head\n",
+    "ops/triton/__init__.py": "",
+    "ops/triton/linear.py": "import triton\nfrom ratio_kl.kernels.score import score\n",
+    "ops/operators.py": "def pick():\n    from .triton.linear import run\n",
     "kernels/score.py": "import triton.language as tl\n",
     "distributed/__init__.py": "import torch.distributed as dist\n",
     "compat/trl.py": "import trl\nfrom .. import Loss\nfrom . import heads\n",
@@ -258,20 +287,21 @@ BROKEN_IMPORTS = [
     ("config.py", "from .ops import contract\n", "config may not import ratio_kl.ops.contract"),
     ("__init__.py", "from .reference import loss\n", "may not import ratio_kl.reference"),
     ("__init__.py", "from .compat import trl\n", "may not import ratio_kl.compat.trl"),
-    ("objective/kl.py", "from ..ops.contract import Head\n", "only loss, ratio and stash"),
+    ("objective/kl.py", "from ..ops.contract import Head\n", "only loss, ratio_kl and stash"),
     ("objective/kl.py", "from ..module import Loss\n", "objective may not import"),
     ("objective/kl.py", "import triton\n", "may not import triton"),
     ("objective/kl.py", "def f():\n    import numpy\n", "may not import numpy"),
     ("ops/contract.py", "from ..objective import kl\n", "ops may not import ratio_kl.objective.kl"),
     ("ops/contract.py", "from ..kernels import score\n", "only the Triton backend"),
     ("ops/contract.py", "import ratio_kl\n", "ops may not import ratio_kl"),
-    ("ops/operators.py", "from .triton_backend import run\n", "in a function, at first use"),
-    ("ops/operators.py", "import_module('.triton_backend', __package__)\n", "at first use"),
-    ("ops/operators.py", "import_module(f'.triton_{op}', __package__)\n", "at first use"),
+    ("ops/operators.py", "from .triton.linear import run\n", "in a function, at first use"),
+    ("ops/operators.py", "from . import triton\n", "in a function, at first use"),
+    ("ops/operators.py", "import_module('.triton.linear', __package__)\n", "at first use"),
+    ("ops/operators.py", "import_module(f'.triton.{op}', __package__)\n", "at first use"),
     ("ops/operators.py", "import importlib\nimportlib.import_module(name)\n", "may not import ?"),
     ("objective/kl.py", "import_module(f'..{name}', __package__)\n", "may not import ratio_kl."),
-    ("ops/torch_backend.py", "def f():\n    from . import triton_backend\n", "each other"),
-    ("ops/triton_backend.py", "from .torch_tiles import g\n", "each other"),
+    ("ops/torch/linear.py", "def f():\n    from ..triton import linear\n", "each other"),
+    ("ops/triton/linear.py", "from ..torch.tiles import g\n", "each other"),
     ("kernels/score.py", "from ..ops.contract import Head\n", "kernels may not import"),
     ("distributed/__init__.py", "from ..config import C\n", "distributed may not import"),
     ("module.py", "from .reference import loss\n", "module may not import ratio_kl.reference"),

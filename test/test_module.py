@@ -16,6 +16,8 @@ from support import (
     Problem,
     assert_close,
     assert_same,
+    config_of,
+    module,
     problem,
     run,
     run_reference,
@@ -28,20 +30,6 @@ KINDS = [
     for level in IMPORTANCE_SAMPLING_LEVELS
     if loss_type != "vespo" or level == "token"
 ]
-
-
-def config_of(loss_type: str = "grpo", level: str = "token", **options) -> RatioKLConfig:
-    return RatioKLConfig(
-        loss_type=loss_type,
-        importance_sampling_level=level,
-        epsilon_high=1.3 if loss_type == "cispo" else 0.28,
-        max_completion_length=17,
-        **options,
-    )
-
-
-def module(config: RatioKLConfig, **knobs) -> FusedLinearRatioKLLoss:
-    return FusedLinearRatioKLLoss(config, process_group="local", **knobs)
 
 
 def test_options_come_as_a_config_or_as_keywords() -> None:

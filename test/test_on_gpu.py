@@ -137,7 +137,7 @@ def test_lengths_and_numbers_do_not_recompile() -> None:
 
 def test_kernels_are_compiled_a_constant_number_of_times() -> None:
     """A length, temperature or epsilon is no new kernel (A47: facebookresearch/xformers#1037)."""
-    from ratio_kl.ops import triton_call
+    from ratio_kl.ops.triton import call as triton_call
 
     for length in (32, 33, 40, 64):
         Batch(length, length=length).run(made(loss_type="dapo", temperature=0.9))

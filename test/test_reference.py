@@ -11,21 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
+from by_hand import KL_CASES, LN2, POLICY_CASES, REDUCED, REDUCED_MASK, REDUCED_TERMS, PolicyCase
 from ratio_kl.config import LOSS_TYPES, RatioKLConfig
 from ratio_kl.reference import ReferenceOutput, reference_logprob, reference_loss
-from support import (
-    KL_CASES,
-    LN2,
-    POLICY_CASES,
-    REDUCED,
-    REDUCED_MASK,
-    REDUCED_TERMS,
-    PolicyCase,
-    assert_same,
-    problem,
-    relative_error,
-    run_reference,
-)
+from support import assert_same, problem, relative_error, run_reference
 
 EYE = torch.eye(2, dtype=torch.float64)
 TOLERANCE = 1e-12  # float64, a handful of roundings of numbers near 1

@@ -7,8 +7,6 @@ from typing import Any
 from ..problem import Problem
 from . import Outcome, Unsupported, refuse
 
-IGNORED = -100
-
 
 def load(job: str) -> Callable[[Any], Outcome]:
     refuse(job, "loss", "forward")
@@ -19,8 +17,7 @@ def load(job: str) -> Callable[[Any], Outcome]:
             raise Unsupported("gives no entropy")
         if not problem.hidden.is_cuda:
             raise Unsupported("runs on GPUs only")
-        targets = problem.action_ids.masked_fill(~problem.mask, IGNORED)
-        nll = function(problem.hidden, problem.weight, targets, reduction="none")
+        nll = function(problem.hidden, problem.weight, problem.targets, reduction="none")
         return Outcome(-nll)
 
     return call

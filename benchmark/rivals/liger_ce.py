@@ -7,10 +7,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from ..problem import Problem
+from ..problem import IGNORED, Problem
 from . import Outcome, refuse
-
-IGNORED = -100
 
 
 def load(job: str) -> Callable[[Any], Outcome]:
@@ -19,11 +17,10 @@ def load(job: str) -> Callable[[Any], Outcome]:
     function = module.LigerFusedLinearScaledCrossEntropyFunction
 
     def call(problem: Problem) -> Outcome:
-        targets = problem.action_ids.masked_fill(~problem.mask, IGNORED)
         out = function.apply(
             problem.hidden.flatten(0, 1),
             problem.weight,
-            targets.flatten(),
+            problem.targets.flatten(),
             1.0,
             IGNORED,
             1,

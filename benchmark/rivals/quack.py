@@ -10,8 +10,6 @@ from typing import Any
 from ..problem import Problem
 from . import Outcome, Unsupported, refuse
 
-IGNORED = -100
-
 
 def load(job: str) -> Callable[[Any], Outcome]:
     refuse(job, "loss")
@@ -20,9 +18,7 @@ def load(job: str) -> Callable[[Any], Outcome]:
     def call(problem: Problem) -> Outcome:
         if problem.quantile < 1:
             raise Unsupported("has no weight a token")
-        targets = problem.action_ids.masked_fill(~problem.mask, IGNORED)
-        return Outcome(
-            loss=function(problem.hidden.flatten(0, 1), problem.weight, targets.flatten())
-        )
+        hidden, targets = problem.hidden.flatten(0, 1), problem.targets.flatten()
+        return Outcome(loss=function(hidden, problem.weight, targets))
 
     return call

@@ -7,7 +7,7 @@ from .config import RatioKLConfig
 from .module import FusedLinearRatioKLLoss
 from .objective.entropy import high_entropy_mask
 from .objective.metrics import Metrics
-from .objective.ratio import linear_ratio_kl, ratio_kl
+from .objective.ratio_kl import linear_ratio_kl, ratio_kl
 from .objective.surrogate import LossOutput
 from .ops.linear_logprob import LogProbs, linear_logprob
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ratio_kl.ops import torch_backend
+from ratio_kl.ops.torch import linear as torch_backend
 
 PRODUCTS = ("mm", "addmm", "addmm_")
 

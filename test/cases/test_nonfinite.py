@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratio_kl import FusedLinearRatioKLLoss, linear_logprob
+from ratio_kl import linear_logprob
 from ratio_kl.config import LOSS_TYPES, RatioKLConfig
-from support import Problem, assert_same, problem, run
+from support import Problem, assert_same, module, problem, run
 
 FLOAT32 = 1e-6  # about 10 roundings of float32
 
@@ -16,10 +16,6 @@ FLOAT32 = 1e-6  # about 10 roundings of float32
 def config_of(loss_type: str, **options) -> RatioKLConfig:
     high = 1.3 if loss_type == "cispo" else None
     return RatioKLConfig(loss_type=loss_type, epsilon_high=high, max_completion_length=4, **options)
-
-
-def module(config: RatioKLConfig, **knobs) -> FusedLinearRatioKLLoss:
-    return FusedLinearRatioKLLoss(config, process_group="local", **knobs)
 
 
 def small(config: RatioKLConfig, mask: Tensor, **options) -> Problem:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ratio_kl.distributed import resolve, sum_over, world_size
+from ratio_kl.distributed.groups import resolve, sum_over, world_size
 
 WITHOUT_DISTRIBUTED = """
 import torch
@@ -21,7 +21,8 @@ dist.ProcessGroup = type("ProcessGroup", (), {})
 for name in ("group", "is_initialized", "init_process_group", "get_world_size", "all_reduce"):
     delattr(dist, name)
 
-from ratio_kl.distributed import masked_quantile, resolve
+from ratio_kl.distributed.groups import resolve
+from ratio_kl.distributed.quantile import masked_quantile
 
 assert resolve() is None and resolve("local") is None
 values = torch.tensor([1.0, 2.0, 9.0])

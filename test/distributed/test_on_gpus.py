@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed.groups import group_of
 from ratio_kl import FusedLinearRatioKLLoss, RatioKLConfig, linear_logprob
-from ratio_kl.distributed import masked_quantile, resolve
+from ratio_kl.distributed.groups import resolve
+from ratio_kl.distributed.quantile import masked_quantile
 from support import Problem, Result, problem, relative_error, run
 
 GPUS = torch.cuda.device_count()

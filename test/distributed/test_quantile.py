@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ratio_kl.distributed import masked_quantile, quantile, resolve
+from ratio_kl.distributed import quantile
+from ratio_kl.distributed.groups import resolve
+from ratio_kl.distributed.quantile import masked_quantile
 
 INF, NAN = math.inf, math.nan
 LOCAL_ROUTES = pytest.mark.parametrize("route", [None, "histogram"])

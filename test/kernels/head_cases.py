@@ -1,12 +1,13 @@
 """Random heads, and the two numbers a token with their gradients in float64 over full logits."""
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ratio_kl.ops import triton_backend
 from ratio_kl.ops.contract import DEFAULT_CHUNK_BYTES, Gradients, Head, Needs, Saved, Scores, Want
+from ratio_kl.ops.triton import linear as triton_backend
 
 ALL = Needs(hidden=True, weight=True, bias=True)
 MODIFIERS = ("bias", "logit_scale", "softcap", "temperature", "vocab_size")
@@ -20,6 +21,11 @@ class Case(NamedTuple):
     mask: Tensor | None
     grad_logps: Tensor | None
     grad_entropies: Tensor | None
+
+
+def with_head(case: Case, **changes: Any) -> Case:
+    """The case with some fields of its head replaced."""
+    return case._replace(head=dataclasses.replace(case.head, **changes))
 
 
 def make_case(

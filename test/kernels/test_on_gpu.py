@@ -1,6 +1,5 @@
 """What only a GPU shows: bitwise invariance at real sizes, offsets past 2^31, memory, capture."""
 
-import dataclasses
 import warnings
 
 import pytest
@@ -15,18 +14,15 @@ from kernels.head_cases import (
     make_case,
     relative_error,
     run,
+    with_head,
 )
-from ratio_kl.ops import triton_backend
 from ratio_kl.ops.contract import Needs, Saved, Want
+from ratio_kl.ops.triton import linear as triton_backend
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 
 HIDDEN_AND_WEIGHT = Needs(hidden=True, weight=True, bias=False)
-
-
-def with_head(case: Case, **changes) -> Case:
-    return case._replace(head=dataclasses.replace(case.head, **changes))
 
 
 def rows_of(case: Case, rows: torch.Tensor) -> Case:

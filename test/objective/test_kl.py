@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from by_hand import KL_CASES, KLCase
 from ratio_kl.config import KL_ESTIMATORS as NAMES
 from ratio_kl.objective.kl import KL_ESTIMATORS
-from support import KL_CASES, KLCase
 
 
 @pytest.mark.parametrize("case", KL_CASES, ids=str)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from ratio_kl import FusedLinearRatioKLLoss
 from ratio_kl.config import IMPORTANCE_SAMPLING_LEVELS, LOSS_TYPES, RatioKLConfig
 from support import (
     FLOAT32_TOLERANCE,
     FLOAT64_TOLERANCE,
     Problem,
     assert_same,
+    module,
     problem,
     relative_error,
     run,
@@ -48,10 +48,6 @@ def config_of(loss_type: str, level: str, **options: Any) -> RatioKLConfig:
         vespo_lambda_neg=2.1,
         **options,
     )
-
-
-def module(config: RatioKLConfig, **knobs: Any) -> FusedLinearRatioKLLoss:
-    return FusedLinearRatioKLLoss(config, process_group="local", **knobs)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.04])

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
+from by_hand import LN2
 from ratio_kl import FusedLinearRatioKLLoss, LossOutput, Metrics
 from ratio_kl.config import LOSS_TYPES, RatioKLConfig
-from support import LN2, problem, run
+from support import problem, run
 
 EYE = torch.eye(2, dtype=torch.float64)
 TOLERANCE = 1e-12  # float64, a handful of roundings

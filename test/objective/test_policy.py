@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from by_hand import CLIP_BOUND_CASES, LN2, POLICY_CASES, PolicyCase
 from ratio_kl.config import LOSS_TYPES, RatioKLConfig
 from ratio_kl.objective.policy import POLICIES, PRESETS, beyond, cispo, clip, sapo, vespo, vespo_phi
-from support import CLIP_BOUND_CASES, LN2, POLICY_CASES, PolicyCase
 
 TOLERANCE = 1e-14  # float64, a few roundings
 

@@ -5,21 +5,13 @@ import math
 import pytest
 import torch
 
+from by_hand import REDUCED, REDUCED_MASK, REDUCED_TERMS
 from ratio_kl import FusedLinearRatioKLLoss
 from ratio_kl.config import LOSS_TYPES, RatioKLConfig
 from ratio_kl.objective.policy import PRESETS
 from ratio_kl.objective.reduction import REDUCTIONS, SPANS_THE_STEP, Counts
 from ratio_kl.objective.sequences import Padded
-from support import (
-    FLOAT64_TOLERANCE,
-    REDUCED,
-    REDUCED_MASK,
-    REDUCED_TERMS,
-    Problem,
-    problem,
-    relative_error,
-    run,
-)
+from support import FLOAT64_TOLERANCE, Problem, problem, relative_error, run
 
 
 def reduce(loss_type: str, mask: list, terms: list, items: float | None = None, ranks: int = 1):

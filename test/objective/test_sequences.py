@@ -10,29 +10,24 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ratio_kl import FusedLinearRatioKLLoss
-from ratio_kl.config import IMPORTANCE_SAMPLING_LEVELS, LOSS_TYPES, RatioKLConfig
+from ratio_kl.config import IMPORTANCE_SAMPLING_LEVELS, LOSS_TYPES
 from ratio_kl.objective.sequences import Packed, Padded, packed_mask, segment_spread, segment_sum
-from support import PER_TOKEN_OUTPUTS, Problem, Result, assert_close, assert_same, problem, run
+from support import (
+    PER_TOKEN_OUTPUTS,
+    Problem,
+    Result,
+    assert_close,
+    assert_same,
+    config_of,
+    module,
+    problem,
+    run,
+)
 
 TOLERANCE = 1e-12  # float64; only the order of sums differs
 B, T = 6, 16
 LENGTHS = [16, 0, 1, 9, 16, 5]  # a full one, an empty one, one of one token, and an inactive one
 TAIL = 3  # rows past the last sequence
-
-
-def config_of(loss_type: str, level: str = "token", **options) -> RatioKLConfig:
-    return RatioKLConfig(
-        loss_type=loss_type,
-        importance_sampling_level=level,
-        epsilon_high=1.3 if loss_type == "cispo" else 0.28,
-        max_completion_length=17,
-        **options,
-    )
-
-
-def module(config: RatioKLConfig, **knobs) -> FusedLinearRatioKLLoss:
-    return FusedLinearRatioKLLoss(config, process_group="local", **knobs)
 
 
 class Packing:

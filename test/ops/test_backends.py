@@ -5,20 +5,21 @@ import importlib.util
 import pytest
 import torch
 
-from ratio_kl.ops import backends, torch_backend
+from ratio_kl.ops import backends
+from ratio_kl.ops.torch import linear as torch_backend
 
 CPU = torch.device("cpu")
 reason = backends.triton_unavailable_reason
 
 
 def test_the_cpu_takes_torch_unless_told_otherwise() -> None:
-    assert backends.backend_for("backend", "", CPU, torch.float32) is torch_backend
-    assert backends.backend_for("backend", "torch", CPU, torch.float32) is torch_backend
+    assert backends.backend_for("linear", "", CPU, torch.float32) is torch_backend
+    assert backends.backend_for("linear", "torch", CPU, torch.float32) is torch_backend
 
 
 def test_a_named_backend_does_not_fall_back() -> None:
     with pytest.raises(ValueError, match="backend='triton' cannot run here: .*float64"):
-        backends.backend_for("backend", "triton", CPU, torch.float64)
+        backends.backend_for("linear", "triton", CPU, torch.float64)
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,12 @@ import torch
 pytest.importorskip("triton")
 from kernels.head_cases import Case, make_case
 from ratio_kl.kernels.tiles import tile_for
-from ratio_kl.ops import torch_backend, torch_products, triton_backend, triton_products
 from ratio_kl.ops.contract import Needs, Saved, Want
 from ratio_kl.ops.sharding import sharding_of
+from ratio_kl.ops.torch import linear as torch_backend
+from ratio_kl.ops.torch import products as torch_products
+from ratio_kl.ops.triton import linear as triton_backend
+from ratio_kl.ops.triton import products as triton_products
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

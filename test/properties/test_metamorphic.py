@@ -10,19 +10,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from properties.draws import Loss, config_of, holds, loss_call, losses
-from ratio_kl import FusedLinearRatioKLLoss
-from ratio_kl.config import RatioKLConfig
-from support import Problem, Result, run
+from support import Problem, Result, module, run
 
 EXACT = 1e-11
 """Two orders of summation in float64 of sums whose terms may be a thousand times the result."""
 
 EITHER = ("advantages", "sampling_ratio", "temperature")
 """Arguments with one entry a token or one a sequence."""
-
-
-def module(config: RatioKLConfig, **knobs) -> FusedLinearRatioKLLoss:
-    return FusedLinearRatioKLLoss(config, process_group="local", **knobs)
 
 
 def assert_equal(actual: Result, wanted: Result, tolerance: float = EXACT) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..checks.arguments import check_floating
 from ..distributed.groups import Group, gather_over, resolve_cut
-from ..objective.ratio import ratio_kl
+from ..objective.ratio_kl import ratio_kl
 from ..ops.contract import DEFAULT_CHUNK_BYTES
 from ..ops.linear_logprob import linear_logprob
 

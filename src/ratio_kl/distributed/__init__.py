@@ -1,6 +1,7 @@
-"""Collectives: sums, quantiles and scores over groups of ranks. Imports nothing of the library."""
+"""Collectives: sums, quantiles and scores over groups of ranks. Imports nothing of the library.
 
-from .groups import Group, Ranks, resolve, sum_over, world_size
-from .quantile import masked_quantile
-
-__all__ = ["Group", "Ranks", "masked_quantile", "resolve", "sum_over", "world_size"]
+groups.py        which ranks a call communicates with, and its collectives
+shared_sum.py    a sum over ranks with a gradient
+quantile.py      the quantile of the active values of all ranks
+vocabulary.py    which rows of a head lie where, and how the ranks' scores are put together
+"""

@@ -6,7 +6,7 @@ For row n with g = dloss/dlogp, h = dloss/dentropy, entropy E, and log p = (z - 
     dx = dz, through temperature, softcap and scale back to hidden @ weight.T + bias
 
 Never stored: logits, probabilities, dz in fp32. Stored: dx of the block, rounded once to the
-compute dtype, for the two matrix products of ops/triton_products.py.
+compute dtype, for the two matrix products of ops/triton/products.py.
 """
 
 import triton

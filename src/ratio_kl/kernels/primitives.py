@@ -45,7 +45,7 @@ def fits_descriptor(matrix: Tensor) -> bool:
 def descriptor(matrix: Tensor | None, block: list[int]) -> Any:
     """The descriptor by which a kernel reads or writes blocks of a matrix that fits one.
 
-    Its own look at that would take longer than all else that a launch does with it.
+    Made without TensorDescriptor's own checks, which take longer than all else of a launch.
     """
     assert matrix is not None
     made = object.__new__(TensorDescriptor)

@@ -121,7 +121,7 @@ def linear_policy_loss(call: Call, config: RatioKLConfig, runtime: Runtime) -> L
         bias=bias,
         action_ids=tokens.action_ids.reshape(-1),
         mask=tokens.mask.reshape(-1),
-        modifiers=_modifiers(call, tokens, config)._replace(vocab_size=vocab_size),
+        modifiers=_modifiers(call, tokens, config, vocab_size),
         execution=runtime.execution,
         checks="defer" if together else None,
         sharding=sharding,
@@ -195,7 +195,9 @@ def _reference_rows(
     return rows._replace(hidden=hidden.reshape(-1, hidden.shape[-1]), weight=weight, bias=bias)
 
 
-def _modifiers(call: Call, tokens: Tokens, config: RatioKLConfig) -> LogitModifiers:
+def _modifiers(
+    call: Call, tokens: Tokens, config: RatioKLConfig, vocab_size: int | None
+) -> LogitModifiers:
     temperature: float | Tensor
     if tokens.temperature is not None:
         temperature = tokens.temperature.reshape(-1)
@@ -203,7 +205,7 @@ def _modifiers(call: Call, tokens: Tokens, config: RatioKLConfig) -> LogitModifi
         temperature = check_real_option("temperature", call.temperature)
     else:
         temperature = config.temperature
-    return LogitModifiers(temperature, config.logit_scale, config.softcap, config.vocab_size)
+    return LogitModifiers(temperature, config.logit_scale, config.softcap, vocab_size)
 
 
 def _step(call: Call, tokens: Tokens, config: RatioKLConfig, group: Group | None) -> Step:

@@ -18,7 +18,7 @@ def check_backend(backend: object) -> None:
 def backend_for(
     operator: str, requested: str, device: torch.device, dtype: torch.dtype
 ) -> ModuleType:
-    """The module torch_<operator> or triton_<operator>; "" picks Triton where it can run.
+    """The module torch.<operator> or triton.<operator>; "" picks Triton where it can run.
 
     Raises:
         ValueError: the requested backend cannot run here; nothing falls back silently.
@@ -34,7 +34,7 @@ def backend_for(
 
 @lru_cache
 def _module(backend: str, operator: str) -> ModuleType:
-    return importlib.import_module(f".{backend}_{operator}", __package__)
+    return importlib.import_module(f".{backend}.{operator}", __package__)
 
 
 def triton_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -45,7 +45,7 @@ def triton_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str |
 def _reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
-    support = importlib.import_module(".triton_support", __package__)
+    support = importlib.import_module(".triton.support", __package__)
     reason: str | None = support.unavailable_reason(device, dtype)
     return reason
 

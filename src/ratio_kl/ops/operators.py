@@ -56,17 +56,10 @@ def linear_scores_op(
     """Pass 1 on flat rows: logps, entropies, max, log_sum, statistics (contract.Scores), counts
     of bad values (of size 0 if they are looked at here)."""
     head = Head(
-        hidden=hidden,
-        weight=weight,
-        bias=bias,
-        inverse_temperature=inverse_temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        vocab_size=vocab_size,
-        compute_dtype=compute_dtype,
-        chunk_bytes=chunk_bytes,
-    )
-    module = backend_for("backend", backend, hidden.device, compute_dtype)
+        hidden, weight, bias, inverse_temperature, logit_scale, softcap,
+        vocab_size, compute_dtype, chunk_bytes,
+    )  # fmt: skip
+    module = backend_for("linear", backend, hidden.device, compute_dtype)
     want, error = Want(with_entropy, with_statistics), partial(bad_values_error, vocab_size)
     one_count = inverse_temperature is None or inverse_temperature.dim() == 0
     cell = cell_for_count(hidden.device, checks) if one_count else None
@@ -86,13 +79,22 @@ def linear_scores_op(
 def _(hidden, weight, bias, action_ids, mask, inverse_temperature, logit_scale, softcap,
       vocab_size, compute_dtype, with_entropy, with_statistics, backend, chunk_bytes,
       checks):  # fmt: skip
+    want = Want(with_entropy, with_statistics)
+    *scores, bad_values = empty_results(hidden, inverse_temperature, compute_dtype, want)
+    return *scores, bad_values if checks == "defer" else bad_values.new_empty(0)
+
+
+def empty_results(
+    hidden: Tensor, inverse_temperature: Tensor | None, compute_dtype: torch.dtype, want: Want
+) -> tuple[Tensor, ...]:
+    """What the fake implementations of pass 1 return: as linear_scores_op, with every count."""
     dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
     rows = hidden.shape[0]
     logps, peak, log_sum = (hidden.new_empty(rows, dtype=dtype) for _ in range(3))
-    entropies = hidden.new_empty(rows if with_entropy else 0, dtype=dtype)
-    statistics = hidden.new_empty((3, rows if with_statistics else 0), dtype=dtype)
+    entropies = hidden.new_empty(rows if want.entropy else 0, dtype=dtype)
+    statistics = hidden.new_empty((3, rows if want.statistics else 0), dtype=dtype)
     counts = 1 if inverse_temperature is None or inverse_temperature.dim() == 0 else 2
-    bad_values = hidden.new_empty(counts if checks == "defer" else 0, dtype=torch.int64)
+    bad_values = hidden.new_empty(counts, dtype=torch.int64)
     return logps, entropies, peak, log_sum, statistics, bad_values
 
 
@@ -122,19 +124,12 @@ def linear_logprob_backward_op(
 ) -> list[Tensor]:
     """Pass 2 on flat rows: gradients of hidden, weight and bias, of size 0 where not needed."""
     head = Head(
-        hidden=hidden,
-        weight=weight,
-        bias=bias,
-        inverse_temperature=inverse_temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        vocab_size=vocab_size,
-        compute_dtype=compute_dtype,
-        chunk_bytes=chunk_bytes,
-    )
+        hidden, weight, bias, inverse_temperature, logit_scale, softcap,
+        vocab_size, compute_dtype, chunk_bytes,
+    )  # fmt: skip
     saved = Saved(action_ids, logps, peak, log_sum, entropies)
     needs = Needs(need_hidden, need_weight, need_bias, in_logits_dtype)
-    module = backend_for("backend", backend, hidden.device, compute_dtype)
+    module = backend_for("linear", backend, hidden.device, compute_dtype)
     forward_done = sent_before_now(hidden.device)
     gradients = module.backward(head, saved, grad_logps, grad_entropies, needs=needs)
     raise_sent_before(forward_done)
@@ -145,12 +140,20 @@ def linear_logprob_backward_op(
 def _(hidden, weight, bias, action_ids, inverse_temperature, logit_scale, softcap, logps,
       entropies, peak, log_sum, grad_logps, grad_entropies, vocab_size, compute_dtype,
       backend, chunk_bytes, need_hidden, need_weight, need_bias, in_logits_dtype):  # fmt: skip
-    leaves = ((hidden, need_hidden), (weight, need_weight), (bias, need_bias))
+    needs = Needs(need_hidden, need_weight, need_bias, in_logits_dtype)
+    return empty_gradients((hidden, weight, bias), logps, needs)
+
+
+def empty_gradients(
+    leaves: tuple[Tensor, Tensor, Tensor | None], logps: Tensor, needs: Needs
+) -> list[Tensor]:
+    """What the fake implementations of pass 2 return."""
+    dtype = logps.dtype if needs.in_logits_dtype else None
     return [
-        hidden.new_empty(0)
-        if not need
-        else leaf.new_empty(leaf.shape, dtype=logps.dtype if in_logits_dtype else leaf.dtype)
-        for leaf, need in leaves
+        leaf.new_empty(leaf.shape, dtype=dtype or leaf.dtype)
+        if needed and leaf is not None
+        else leaves[0].new_empty(0)
+        for leaf, needed in zip(leaves, needs[:3], strict=True)
     ]
 
 

@@ -12,8 +12,8 @@ from ..distributed.shared_sum import ANCHOR
 from .backends import check_backend
 from .contract import DEFAULT_CHUNK_BYTES, Gradients, Needs, Want
 from .operators import linear_logprob_backward_op, linear_scores_op, of_active_rows
+from .sharded_operators import sharded_logprob_backward_op, sharded_scores_op
 from .sharding import Sharding
-from .vocabulary import sharded_logprob_backward_op, sharded_scores_op
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class HeadRows(NamedTuple):
 
 
 class RowScores(NamedTuple):
-    """Pass 1 over flat rows: as contract.Scores, but for the last field."""
+    """Pass 1 over flat rows: as contract.Scores, but for the last two fields."""
 
     logps: Tensor
     entropies: Tensor

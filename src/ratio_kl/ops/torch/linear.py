@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .contract import Gradients, Head, HiddenDone, Needs, Saved, Scores, Want
+from ..contract import Gradients, Head, HiddenDone, Needs, Saved, Scores, Want
+from .products import RunningGradient
 from .tiling import LogitTiles, select, tile_view
-from .torch_products import RunningGradient
 
 # Stands in for -inf where it meets a zero (0 * -inf is NaN); exp of it is exactly 0.
 _VERY_NEGATIVE = -1e4

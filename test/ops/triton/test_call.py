@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from ratio_kl.ops import triton_call
+from ratio_kl.ops.triton import call as triton_call
 
 
 class Compiled:

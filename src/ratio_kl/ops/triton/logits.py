@@ -1,14 +1,11 @@
-"""ratio_kl on logits by Triton: allocation, and one launch each way.
-
-Importing this module needs no Triton.
-"""
-
-from contextlib import AbstractContextManager, nullcontext
+"""ratio_kl on logits by Triton: allocation, and one launch each way."""
 
 import torch
 from torch import Tensor
 
-from .contract import LogitsSaved, LogitsScores
+from ...kernels.ratio_kl import ratio_kl_backward_kernel, ratio_kl_kernel
+from ..contract import LogitsSaved, LogitsScores
+from .call import Arguments, call
 
 LANES, WIDTH = 512, 8
 """Forward: lanes of a program, and the columns that each reads at once (16 bytes in 16 bits)."""
@@ -24,9 +21,6 @@ def forward(
 
     mask is bool. No host read.
     """
-    from ..kernels.ratio_kl import ratio_kl_kernel
-    from .triton_call import Arguments, call
-
     device, shape = policy_logits.device, action_ids.shape
     ratio, kl, top, log_sum, delta = (
         torch.empty(shape, dtype=torch.float32, device=device) for _ in range(5)
@@ -42,7 +36,7 @@ def forward(
     if action_ids.numel() > 0:
         sources = (policy_logits, ref_logits, *rows, ratio, kl, top, log_sum, delta, bad)
         key = _layouts(policy_logits, ref_logits, action_ids, old_logps)
-        with _on_device(policy_logits):
+        with torch.cuda.device_of(policy_logits):
             call(ratio_kl_kernel, key, sources, arguments)
     return LogitsScores(ratio, kl, top, log_sum, delta, bad.sum())
 
@@ -56,9 +50,6 @@ def backward(
     grad_kl: Tensor | None,
 ) -> Tensor:
     """Gradient of policy_logits, contiguous and in its dtype; exactly 0 on inactive rows."""
-    from ..kernels.ratio_kl import ratio_kl_backward_kernel
-    from .triton_call import Arguments, call
-
     gradient = torch.empty(
         policy_logits.shape, dtype=policy_logits.dtype, device=policy_logits.device
     )
@@ -75,7 +66,7 @@ def backward(
         numbers = (entry.contiguous() for entry in saved)
         sources = (policy_logits, *rows, *numbers, *grads, gradient)
         key = _layouts(policy_logits, action_ids)
-        with _on_device(policy_logits):
+        with torch.cuda.device_of(policy_logits):
             call(ratio_kl_backward_kernel, key, sources, arguments)
     return gradient
 
@@ -87,8 +78,3 @@ def _layouts(*tensors: Tensor) -> tuple[object, ...]:
 def _strides(logits: Tensor) -> tuple[int, ...]:
     """Strides (batch, token, column); an [N, V] tensor is a batch of one."""
     return (0, *logits.stride()) if logits.dim() == 2 else logits.stride()
-
-
-def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Launch on the tensor's GPU, whichever is current."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

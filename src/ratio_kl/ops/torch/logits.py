@@ -9,7 +9,7 @@ Never stored: a second copy of the logits. Inactive rows are never read.
 import torch
 from torch import Tensor
 
-from .contract import LogitsSaved, LogitsScores
+from ..contract import LogitsSaved, LogitsScores
 
 _BLOCK_BYTES = 16 * 1024 * 1024
 """Size of the float copy of a block of rows: small enough to stay in a cache between its uses."""

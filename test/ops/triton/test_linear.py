@@ -3,7 +3,6 @@
 Runs in Triton's interpreter where there is no GPU (tiles of 64 x 64 x 32), else on the GPU.
 """
 
-import dataclasses
 from itertools import product
 
 import pytest
@@ -14,31 +13,25 @@ from kernels.head_cases import (
     ALL,
     MODIFIERS,
     TOLERANCE,
-    Case,
     assert_right,
     expected,
     make_case,
     relative_error,
     run,
-)
-from ratio_kl.ops import (
-    torch_backend,
-    triton_backend,
-    triton_gradients,
-    triton_launch,
-    triton_lists,
-    triton_rows,
+    with_head,
 )
 from ratio_kl.ops.contract import Needs, Saved, Want
+from ratio_kl.ops.torch import linear as torch_backend
+from ratio_kl.ops.triton import gradients as triton_gradients
+from ratio_kl.ops.triton import launch as triton_launch
+from ratio_kl.ops.triton import linear as triton_backend
+from ratio_kl.ops.triton import lists as triton_lists
+from ratio_kl.ops.triton import rows as triton_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes in numpy, which warns of the NaN and inf that kernels select away.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 HALF = (torch.bfloat16, torch.float16)
-
-
-def with_head(case: Case, **changes) -> Case:
-    return case._replace(head=dataclasses.replace(case.head, **changes))
 
 
 # V: one column, less than a tile, a tile less and more one, two tiles and one, many, one tile more
@@ -148,7 +141,7 @@ def test_a_block_of_dx_is_the_same_by_pointer_and_nothing_lies_beside_it():
     case = make_case(70, 130, 40, modifiers=MODIFIERS[:4], device=DEVICE)
     grads = case.grad_logps, case.grad_entropies
     saved = saved_of(case, run(case)[0])
-    work = triton_launch.Rows(case.head.hidden, None, saved, grads, None, None, 1.0, None)
+    work = triton_launch.Rows(case.head.hidden, saved, grads)
     blocks = []
     for width in (192, 131):
         space = torch.full((72, width), torch.inf, device=DEVICE)

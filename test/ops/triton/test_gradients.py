@@ -9,8 +9,11 @@ pytest.importorskip("triton")
 from kernels.head_cases import Case, assert_right, make_case
 from ratio_kl.host_copy import HostCopy
 from ratio_kl.kernels.tiles import tile_for
-from ratio_kl.ops import triton_backend, triton_gradients, triton_products, triton_rows
 from ratio_kl.ops.contract import Needs, Saved, Want
+from ratio_kl.ops.triton import gradients as triton_gradients
+from ratio_kl.ops.triton import linear as triton_backend
+from ratio_kl.ops.triton import products as triton_products
+from ratio_kl.ops.triton import rows as triton_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

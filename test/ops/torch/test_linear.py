@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratio_kl.ops import torch_backend
 from ratio_kl.ops.contract import Gradients, Head, Needs, Saved, Scores, Want
+from ratio_kl.ops.torch import linear as torch_backend
 from ratio_kl.reference import reference_logprob
 from support import assert_close
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from ..kernels.primitives import descriptor
+from ...kernels.primitives import descriptor
 
 REMEMBERED = 4096
 """Whole calls that are kept at most: lengths vary."""

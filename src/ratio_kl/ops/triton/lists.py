@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..kernels.rows import (
+from ...kernels.rows import (
     blank_kernel,
     gather_kernel,
     list_active_kernel,
@@ -11,8 +11,8 @@ from ..kernels.rows import (
     pick_active_kernel,
     scatter_kernel,
 )
-from .contract import Head, Scores
-from .triton_call import Arguments, call
+from ..contract import Head, Scores
+from .call import Arguments, call
 
 LISTED_AT_ONCE = 8192
 """Rows that the one program of a listing looks at in a step."""
@@ -20,7 +20,6 @@ LISTED_AT_ONCE = 8192
 PICKED_AT_ONCE = 1024
 """Rows up to which each program of a gather looks at the whole mask instead of at a list. Past it
 that would cost more than a launch."""
-
 
 BLOCK_H = 1024
 """Columns that a program copies in a step."""

@@ -4,13 +4,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..kernels.dlogits import dlogits_kernel
-from ..kernels.merge import WARPS, merge_kernel
-from ..kernels.primitives import TRITON_DTYPES, fits_descriptor, operand_dtype
-from ..kernels.score import score_kernel
-from ..kernels.tiles import Tile, precision, programs, tile_for
-from .contract import Head, Saved, Scores, Want
-from .triton_call import Arguments, Sources, call
+from ...kernels.dlogits import dlogits_kernel
+from ...kernels.merge import WARPS, merge_kernel
+from ...kernels.primitives import TRITON_DTYPES, fits_descriptor, operand_dtype
+from ...kernels.score import score_kernel
+from ...kernels.tiles import Tile, precision, programs, tile_for
+from ..contract import Head, Saved, Scores, Want
+from .call import Arguments, Sources, call
+from .lists import Grads
 
 
 class Part(NamedTuple):
@@ -34,16 +35,15 @@ class Rows(NamedTuple):
 
     hidden: Tensor
     """[n, H] in the compute dtype."""
-    kept: Tensor | None
-    """How many of them there are, on the device, where the host does not know it yet; else None."""
     saved: Saved
-    grads: tuple[Tensor | None, Tensor | None]
-    """(grad_logps, grad_entropies), contiguous [N] or None."""
-    rows: Tensor | None
-    positions: Tensor | None
+    grads: Grads
+    rows: Tensor | None = None
+    positions: Tensor | None = None
     """Numbers of these rows, and their positions, as kernels/rows.py; None if all are here."""
-    alpha: float
-    unscale: Tensor | None
+    kept: Tensor | None = None
+    """How many of them there are, on the device, where the host does not know it yet; else None."""
+    alpha: float = 1.0
+    unscale: Tensor | None = None
     """What dx is to be multiplied by: alpha, known on the host, and unscale, on the device."""
     has_blanks: bool = False
     """Rows without a gradient are among them. Their dx is to be 0."""

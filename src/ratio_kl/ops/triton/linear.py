@@ -1,4 +1,4 @@
-"""The Triton backend of the two passes: allocation, order of launches, chunking."""
+"""The two passes of a head by Triton: allocation, order of launches, chunking."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,12 +6,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..kernels.tiles import tile_for
-from . import triton_lists
+from ...kernels.tiles import tile_for
+from ..contract import Gradients, Head, HiddenDone, Needs, Saved, Scores, Want
+from . import lists
 from .blocks import even_part
-from .contract import Gradients, Head, HiddenDone, Needs, Saved, Scores, Want
-from .triton_gradients import gradients
-from .triton_launch import Part, merge, score
+from .gradients import gradients
+from .launch import Part, merge, score
 
 FORWARD_BYTES = 31 * 1024 * 1024
 """Pass 1 takes no more than this for its temporaries, however large chunk_bytes is; with the few
@@ -83,13 +83,13 @@ def _active_rows(
             yield hidden[start : start + at_once], start, None, None
         return
     copy = hidden.new_empty((at_once, H), dtype=head.compute_dtype)
-    if at_once == N <= triton_lists.PICKED_AT_ONCE:
-        yield copy, 0, *triton_lists.pick_active(head, ids, mask, scores, copy)
+    if at_once == N <= lists.PICKED_AT_ONCE:
+        yield copy, 0, *lists.pick_active(head, ids, mask, scores, copy)
         return
-    rows, count = triton_lists.list_active(mask, ids, scores, head.vocab_size)
+    rows, count = lists.list_active(mask, ids, scores, head.vocab_size)
     for start in range(0, N, at_once):
         part = copy[: N - start]
-        triton_lists.gather_rows(hidden, rows, count, part, start)
+        lists.gather_rows(hidden, rows, count, part, start)
         yield part, start, rows, count
 
 

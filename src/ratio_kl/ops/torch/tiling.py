@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .contract import Head
+from ..contract import Head
 
 _SMALLEST = 64
 _PREFERRED_ROWS = 1024

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratio_kl.ops.blocks import Plan, Side, even_part, fitting_columns, plan
+from ratio_kl.ops.triton.blocks import Plan, Side, even_part, fitting_columns, plan
 
 ROW_STEP, COLUMN_STEP = 128, 256
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratio_kl.ops.contract import Head
-from ratio_kl.ops.tiling import LogitTiles, plan_tiles, select, tile_view
+from ratio_kl.ops.torch.tiling import LogitTiles, plan_tiles, select, tile_view
 
 SIZES = st.integers(0, 3000)
 BYTES = st.integers(0, 4096)

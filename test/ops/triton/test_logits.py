@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ratio_kl.ops import triton_logits
-from ratio_kl.ops.contract import LogitsSaved
-
 pytest.importorskip("triton")
+from ratio_kl.ops.contract import LogitsSaved
+from ratio_kl.ops.triton import logits as triton_logits
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes in numpy, which warns of the NaN and inf that kernels select away.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

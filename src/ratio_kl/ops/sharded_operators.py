@@ -7,7 +7,6 @@
 Between the passes every rank holds the same scores, bit for bit.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -19,7 +18,13 @@ from ..distributed.shared_sum import anchor_grad
 from ..distributed.vocabulary import Cut, Parts, cut_of, gather_parts, merge
 from .backends import backend_for
 from .contract import Head, Needs, Saved, Scores, Want
-from .operators import bad_value_counts, of_active_rows, refuse_double_backward
+from .operators import (
+    bad_value_counts,
+    empty_gradients,
+    empty_results,
+    of_active_rows,
+    refuse_double_backward,
+)
 from .registration import differentiable, operator
 from .sharding import PartOfHidden
 
@@ -50,23 +55,16 @@ def sharded_scores_op(
     """As linear_scores_op, and whether hidden requires a gradient on any rank (0-d bool).
 
     anchor makes the results require a gradient where no leaf does, so that backward runs and
-    takes part in the sum over ranks.
+    takes part in the sum over ranks. whole_hidden_grad is for backward alone.
     """
-    with _on_device(hidden):
+    with torch.cuda.device_of(hidden):
         cut = cut_of(weight.shape[0], vocab_size, Group(group, ranks), hidden.device)
         head = Head(
-            hidden=hidden,
-            weight=weight,
-            bias=bias,
-            inverse_temperature=inverse_temperature,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            vocab_size=cut.size,
-            compute_dtype=compute_dtype,
-            chunk_bytes=chunk_bytes,
-        )
+            hidden, weight, bias, inverse_temperature, logit_scale, softcap,
+            cut.size, compute_dtype, chunk_bytes,
+        )  # fmt: skip
         ids = action_ids.to(torch.int64)
-        module = backend_for("backend", backend, hidden.device, compute_dtype)
+        module = backend_for("linear", backend, hidden.device, compute_dtype)
         own_ids = (ids - cut.first_row).clamp(0, cut.size - 1)
         own = module.forward(head, own_ids, mask, want=Want(with_entropy, with_statistics))
         scores, hidden_wanted = _over_ranks(
@@ -101,23 +99,12 @@ def _of_active(values: Tensor, mask: Tensor | None) -> Tensor:
     return torch.where(mask, values, 0)
 
 
-def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Launch and communicate on the tensor's GPU, whichever is current."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
-
-
 @torch.library.register_fake("ratio_kl::sharded_scores")
 def _(hidden, weight, bias, anchor, action_ids, mask, inverse_temperature, logit_scale, softcap,
       vocab_size, compute_dtype, with_entropy, with_statistics, *_):  # fmt: skip
-    dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
-    rows = hidden.shape[0]
-    logps, peak, log_sum = (hidden.new_empty(rows, dtype=dtype) for _ in range(3))
-    entropies = hidden.new_empty(rows if with_entropy else 0, dtype=dtype)
-    counts = 1 if inverse_temperature is None or inverse_temperature.dim() == 0 else 2
-    statistics = hidden.new_empty((3, rows if with_statistics else 0), dtype=dtype)
-    bad_values = hidden.new_empty(counts, dtype=torch.int64)
-    hidden_wanted = hidden.new_empty((), dtype=torch.bool)
-    return logps, entropies, peak, log_sum, statistics, bad_values, hidden_wanted
+    want = Want(with_entropy, with_statistics)
+    results = empty_results(hidden, inverse_temperature, compute_dtype, want)
+    return *results, hidden.new_empty((), dtype=torch.bool)
 
 
 @operator("sharded_logprob_backward")
@@ -153,19 +140,12 @@ def sharded_logprob_backward_op(
 
     A rank whose own hidden needs no gradient computes its part where another's does.
     """
-    with _on_device(hidden):
+    with torch.cuda.device_of(hidden):
         cut = cut_of(weight.shape[0], vocab_size, Group(group, ranks), hidden.device)
         head = Head(
-            hidden=hidden,
-            weight=weight,
-            bias=bias,
-            inverse_temperature=inverse_temperature,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            vocab_size=cut.size,
-            compute_dtype=compute_dtype,
-            chunk_bytes=chunk_bytes,
-        )
+            hidden, weight, bias, inverse_temperature, logit_scale, softcap,
+            cut.size, compute_dtype, chunk_bytes,
+        )  # fmt: skip
         own_ids = action_ids.to(torch.int64) - cut.first_row
         # -1 lies in no tile.
         own_ids = torch.where((own_ids >= 0) & (own_ids < cut.size), own_ids, -1)
@@ -174,7 +154,7 @@ def sharded_logprob_backward_op(
         done = part.start if together else None
         saved = Saved(own_ids, logps, peak, log_sum, entropies)
         needs = Needs(need_hidden or together, need_weight, need_bias, in_logits_dtype)
-        module = backend_for("backend", backend, hidden.device, compute_dtype)
+        module = backend_for("linear", backend, hidden.device, compute_dtype)
         forward_done = sent_before_now(hidden.device)
         gradients = module.backward(
             head, saved, grad_logps, grad_entropies, needs=needs, hidden_done=done
@@ -199,13 +179,8 @@ def _(hidden, weight, bias, action_ids, inverse_temperature, logit_scale, softca
       entropies, peak, log_sum, hidden_wanted, grad_logps, grad_entropies, vocab_size,
       compute_dtype, backend, chunk_bytes, group, ranks, whole_hidden_grad, hidden_trains,
       need_hidden, need_weight, need_bias, in_logits_dtype):  # fmt: skip
-    leaves = ((hidden, need_hidden), (weight, need_weight), (bias, need_bias))
-    return [
-        hidden.new_empty(0)
-        if not need
-        else leaf.new_empty(leaf.shape, dtype=logps.dtype if in_logits_dtype else leaf.dtype)
-        for leaf, need in leaves
-    ]
+    needs = Needs(need_hidden, need_weight, need_bias, in_logits_dtype)
+    return empty_gradients((hidden, weight, bias), logps, needs)
 
 
 def _save_for_backward(ctx, inputs, output) -> None:

@@ -17,18 +17,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.primitives import ALIGNED
-from ..kernels.tiles import programs, tile_for
+from ...kernels.primitives import ALIGNED
+from ...kernels.tiles import programs, tile_for
+from ..contract import Gradients, Head, HiddenDone, Needs, Saved
 from .blocks import Plan, Side, fitting_columns, plan
-from .contract import Gradients, Head, HiddenDone, Needs, Saved
-from .triton_launch import Rows, dlogits
-from .triton_lists import Grads, gather_rows
-from .triton_products import Products, gradient_dtype, product
-from .triton_rows import Listed, all_rows, list_rows, listed_rows
+from .launch import Rows, dlogits
+from .lists import Grads, gather_rows
+from .products import Products, gradient_dtype, product
+from .rows import Listed, all_rows, list_rows, listed_rows
 
 SMALL = 2**33
-"""Multiplications of a matrix product that all rows are computed for: 25 us on an H200. To list
-rows, to tell the host and to pick them out takes it and the host longer than three of these."""
+"""Up to so many multiplications of a matrix product all rows are computed: 25 us on an H200, where
+listing rows, telling the host and picking them out take longer than three such products."""
 
 
 class _Ahead(NamedTuple):
@@ -73,7 +73,7 @@ def gradients(
     needs: Needs,
     hidden_done: HiddenDone | None = None,
 ) -> Gradients:
-    """Pass 2, as ratio_kl.ops.triton_backend.backward says; grads are contiguous."""
+    """Pass 2, as linear.backward says; grads are contiguous."""
     if needs.bias and head.bias is None:
         needs = needs._replace(bias=False)
     if all(grad is None for grad in grads) or head.hidden.shape[0] == 0 or not any(needs[:3]):
@@ -159,7 +159,7 @@ def _start(head: Head, saved: Saved, listed: Listed, needs: Needs, space: _Space
     d_hidden = head.hidden.new_empty((N, H), dtype=d_hidden_dtype)
     hidden = d_hidden.view(-1).view(dtype)[: N * H].view(N, H)
     gather_rows(head.hidden, listed.rows, listed.kept, hidden)
-    work = Rows(hidden, listed.kept, saved, listed.grads, listed.rows, None, 1.0, None)
+    work = Rows(hidden, saved, listed.grads, listed.rows, kept=listed.kept)
     # Of a weight that is converted, no more than what the budget has room for.
     most = head.vocab_size if head.weight.dtype == dtype else min(blocks.columns, head.vocab_size)
     dlogits(

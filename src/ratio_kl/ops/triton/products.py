@@ -8,10 +8,10 @@ Every sum over blocks is kept in fp32 and rounded once.
 import torch
 from torch import Tensor
 
+from ..contract import Head, Needs
 from .blocks import Plan
-from .contract import Head, Needs
-from .triton_launch import Rows
-from .triton_lists import scatter_rows
+from .launch import Rows
+from .lists import scatter_rows
 
 
 class _Sum:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..host_copy import HostCopy, Mailbox
-from .contract import Head, Needs, Saved
-from .triton_launch import Rows
-from .triton_lists import Grads, blank_rows, gather_rows, list_kept
+from ...host_copy import HostCopy, Mailbox
+from ..contract import Head, Needs, Saved
+from .launch import Rows
+from .lists import Grads, blank_rows, gather_rows, list_kept
 
 FP16_TARGET = 2.0**13
 """fp16 dx is scaled to stay below this: far from overflow (65504) and from underflow (6e-8)."""
@@ -55,11 +55,11 @@ def listed_rows(head: Head, saved: Saved, listed: Listed, copy: Tensor | None) -
         return None
     if n == head.hidden.shape[0]:
         hidden = head.hidden.to(head.compute_dtype)
-        return Rows(hidden, None, saved, listed.grads, None, None, alpha, None)
+        return Rows(hidden, saved, listed.grads, alpha=alpha)
     if copy is None:
         copy = head.hidden.new_empty((n, head.hidden.shape[1]), dtype=head.compute_dtype)
         gather_rows(head.hidden, listed.rows, listed.kept, copy)
-    return Rows(copy[:n], None, saved, listed.grads, listed.rows, listed.positions, alpha, None)
+    return Rows(copy[:n], saved, listed.grads, listed.rows, listed.positions, alpha=alpha)
 
 
 def all_rows(head: Head, saved: Saved, grads: Grads, needs: Needs) -> Rows:
@@ -71,7 +71,7 @@ def all_rows(head: Head, saved: Saved, grads: Grads, needs: Needs) -> Rows:
     gain = _gain(head, saved, grads) if head.compute_dtype == torch.float16 else None
     unscale = None if gain is None else (1 / gain).float()
     scaled = _scaled(grads, gain)
-    return Rows(hidden, None, saved, scaled, None, None, 1.0, unscale, has_blanks=True)
+    return Rows(hidden, saved, scaled, unscale=unscale, has_blanks=True)
 
 
 def _gain(head: Head, saved: Saved, grads: Grads) -> Tensor:
