@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ratio_kl import linear_ratio_kl, ratio_kl
 from ratio_kl.ops.logits_logprob import logits_ratio_kl_backward_op, logits_ratio_kl_op
+from support import BACKENDS
 
 # More tokens than one sequence, a vocabulary that is no power of two, an empty sequence.
 B, T, V, H = 3, 5, 37, 6
@@ -62,6 +63,21 @@ def test_values_and_gradient(dtype):
     rounding = torch.finfo(dtype).eps
     torch.testing.assert_close(grad, wanted, rtol=8 * rounding, atol=max(1e-12, rounding / 8))
     assert not grad[~MASK].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lazily_negated_gradients(backend):
+    """Of one token: of more they lie two apart, and were copied without the bit."""
+    policy, ref, ids, old = (each[0, :1] for each in inputs(torch.float32))
+    lazy = torch.complex(*torch.ones(2, 1)).conj().imag
+    assert lazy.is_neg()
+    assert lazy.is_contiguous()
+    policy.requires_grad_()
+    results = []
+    for gradient in (lazy, lazy.resolve_neg()):
+        out = ratio_kl(policy, ref, ids, MASK[0, :1], old, backend=backend)
+        results += torch.autograd.grad(out, policy, [gradient, gradient])
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("junk", JUNK)
