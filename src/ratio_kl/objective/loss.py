@@ -152,7 +152,10 @@ def linear_policy_loss(call: Call, config: RatioKLConfig, runtime: Runtime) -> L
 
 
 def _records_gradients() -> bool:
-    """Grad mode alone does not say so: in inference mode it may be on, and nothing is recorded."""
+    """Grad mode alone does not say so: in inference mode, of which torch.compile does not know, it
+    may be on, and nothing is recorded."""
+    if torch.compiler.is_compiling():
+        return torch.is_grad_enabled()
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
