@@ -109,12 +109,12 @@ def test_a_kernel_writes_its_count_to_the_host() -> None:
     torch.cuda._sleep(BUSY)
     linear_logprob(hidden, weight, ids, mask)
     linear_logprob(hidden, weight, ids.clamp(max=129))
-    assert len(values._pending) == 2
+    assert len(values._pending[0]) == 2
     torch.cuda.synchronize()
     with pytest.raises(ValueError, match=r"got 20 active token\(s\)"):
         linear_logprob(hidden, weight, ids.clamp(max=129))
     values.raise_pending(wait=True)
-    assert not values._pending
+    assert not values._pending[0]
 
     def bad_and_looked_for() -> None:
         linear_logprob(hidden, weight, ids)

@@ -3,6 +3,8 @@
 import copy
 import inspect
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 
 import pytest
@@ -317,7 +319,15 @@ def test_a_loss_scaled_in_place(schedule: str) -> None:
         assert_close(4 * grad, wanted, FLOAT64, name)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@contextmanager
+def inference_mode_and_grad_mode() -> Iterator[None]:
+    with torch.inference_mode(), torch.enable_grad():
+        yield
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, inference_mode_and_grad_mode]
+)
 def test_gradients_in_forward_are_not_computed_without_grad_mode(mode) -> None:
     config = config_of(beta=0.1)
     given = problem(11, config)
@@ -364,6 +374,22 @@ def test_under_activation_checkpointing(schedule: str, reentrant: bool) -> None:
         grads = run(checkpointed, given).grads
     for name, grad in grads.items():
         assert_close(grad, expected.grads[name], FLOAT64, name)
+
+
+def test_checkpointing_makes_no_gradient_in_forward_twice() -> None:
+    """What the loss saves for its own backward, in forward, would be made by one more forward."""
+    config = config_of(beta=0.1)
+    given = problem(12, config)
+
+    def inner(*leaves):
+        return module(config, grads="forward")(*leaves, *given.inputs[2:], **given.options).loss
+
+    with metered() as meter:
+        loss = torch.utils.checkpoint.checkpoint(inner, *given.inputs[:2], use_reentrant=False)
+    assert meter.passes == ["forward", "backward"]
+    with metered() as meter:
+        loss.backward()
+    assert meter.passes == ["forward", "backward"]
 
 
 def test_every_option_of_the_config_is_a_keyword() -> None:

@@ -84,11 +84,11 @@ class Cell:
         self.place = place
         self._number = c_int64.from_address(place.data_ptr())
         self._free = free
-        self._device = -1
+        self.device = -1
 
     def send(self, device: int) -> None:
         """Expect a count from a GPU."""
-        self._device, self._number.value = device, -1
+        self.device, self._number.value = device, -1
 
     def has_arrived(self) -> bool:
         return self._number.value >= 0
@@ -96,7 +96,7 @@ class Cell:
     def wait(self) -> list[int]:
         """The count, once the device has written it. It can be read once."""
         if not self.has_arrived():
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self.device)
         number = self._number.value
         self._free.append(self)
         return [number]

@@ -61,6 +61,18 @@ def test_it_equals_liger(temperature, return_entropy, chosen):
         assert_close(mine, other, FLOAT32_TOLERANCE, "gradient")
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8])
+def test_ids_of_any_integer_dtype(dtype):
+    """Of a vocabulary whose size the narrow ones cannot hold."""
+    hidden, weight, target = head()
+    target, chosen = target.remainder(100), torch.tensor([0, 7, 99])
+    expected = Ours.apply(hidden, weight, target, ignore_index=5, selected_token_ids=chosen)
+    narrow = target.to(dtype), chosen.to(dtype)
+    ours = Ours.apply(hidden, weight, narrow[0], ignore_index=5, selected_token_ids=narrow[1])
+    for mine, other in zip(ours, expected, strict=True):
+        assert torch.equal(mine, other)
+
+
 def test_no_chosen_log_probability_is_above_0():
     """Logits of size 80: one token of a row has all the mass, its target a logp of -100 or so."""
     hidden, weight, target = head()

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ratio_kl import linear_ratio_kl, ratio_kl
 from ratio_kl.ops.logits_logprob import logits_ratio_kl_backward_op, logits_ratio_kl_op
+from support import BACKENDS
 
 # More tokens than one sequence, a vocabulary that is no power of two, an empty sequence.
 B, T, V, H = 3, 5, 37, 6
@@ -62,6 +63,21 @@ def test_values_and_gradient(dtype):
     rounding = torch.finfo(dtype).eps
     torch.testing.assert_close(grad, wanted, rtol=8 * rounding, atol=max(1e-12, rounding / 8))
     assert not grad[~MASK].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lazily_negated_gradients(backend):
+    """Of one token: of more they lie two apart, and were copied without the bit."""
+    policy, ref, ids, old = (each[0, :1] for each in inputs(torch.float32))
+    lazy = torch.complex(*torch.ones(2, 1)).conj().imag
+    assert lazy.is_neg()
+    assert lazy.is_contiguous()
+    policy.requires_grad_()
+    results = []
+    for gradient in (lazy, lazy.resolve_neg()):
+        out = ratio_kl(policy, ref, ids, MASK[0, :1], old, backend=backend)
+        results += torch.autograd.grad(out, policy, [gradient, gradient])
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("junk", JUNK)
@@ -185,15 +201,17 @@ def test_double_backward_is_refused():
 
 # torch.library.opcheck looks at gradients of what is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_operators_are_well_behaved():
+# A mask that came as [T, B] gave its strides to the result, and a compiler had been told others.
+@pytest.mark.parametrize("mask", [MASK, MASK.T.contiguous().T], ids=["", "transposed"])
+def test_operators_are_well_behaved(mask):
     policy, ref, ids, old = inputs()
     ids = ids.clamp(0, V - 1)
-    given = (policy.requires_grad_(), ref, ids, MASK, old, "torch")
+    given = (policy.requires_grad_(), ref, ids, mask, old, "torch")
     torch.library.opcheck(logits_ratio_kl_op.overload, given)
     ratio, _, peak, log_sum, delta, _ = logits_ratio_kl_op(*given)
     saved = [x.detach() for x in (ratio, delta, peak, log_sum)]
     grads = (torch.ones_like(ratio).detach(), None)
-    given = (policy.detach(), ids, MASK, *saved, *grads, "torch")
+    given = (policy.detach(), ids, mask, *saved, *grads, "torch")
     torch.library.opcheck(logits_ratio_kl_backward_op.overload, given)
 
 

@@ -212,6 +212,23 @@ def test_lazily_negated_inputs(which: int, backend: str) -> None:
     assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lazily_negated_gradients(backend: str) -> None:
+    """Of one token: of more they lie two apart, and were copied without the bit."""
+    hidden, weight, ids = given(torch.float32)
+    lazy = torch.complex(*torch.ones(2, 1)).conj().imag
+    assert lazy.is_neg()
+    assert lazy.is_contiguous()
+    results = []
+    for gradient in (lazy, lazy.resolve_neg()):
+        out = linear_logprob(
+            hidden[0, :1], weight, ids[0, :1], return_entropy=True, backend=backend
+        )
+        results.append(torch.autograd.grad(out[:2], [hidden, weight], [gradient, gradient]))
+    for ours, expected in zip(*results, strict=True):
+        assert torch.equal(ours, expected)
+
+
 def test_any_non_zero_mask_is_active() -> None:
     hidden, weight, ids = given()
     mask = torch.zeros(B, T)

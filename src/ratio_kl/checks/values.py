@@ -5,8 +5,10 @@ forward, so it is sent without blocking and looked at when it has arrived: in th
 backward, in the next call, or when the caller asks with `raise_pending(wait=True)`.
 """
 
-from collections import deque
+import os
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
 from typing import Literal
 
@@ -22,12 +24,15 @@ Checks = Literal["later", "eager", "defer"]
 """When an operator looks at the counts of bad values it has made: "later" when they are on the host
 anyway, "eager" at once, "defer" not at all, because its caller first adds them up over ranks."""
 
-# Each call looks, so that no more are kept than the device is calls behind. That is less than this:
+# Each call looks, so that no more are kept than a device is calls behind. That is less than this:
 # a driver makes the host wait once it is so many launches ahead.
 _REMEMBERED = 1024
 _mailbox = Mailbox(_REMEMBERED)
 _cells = Cells(_REMEMBERED)
-_pending: deque[tuple[HostCopy | Cell, MakeError]] = deque(maxlen=_REMEMBERED)
+# Of each GPU, in the order in which they arrive: one may be far behind another.
+_pending: defaultdict[int, deque[tuple[HostCopy | Cell, MakeError]]] = defaultdict(
+    partial(deque, maxlen=_REMEMBERED)
+)
 # autograd runs the backwards of several devices in threads of their own.
 _lock = Lock()
 
@@ -51,9 +56,7 @@ def check_counts(bad: Tensor, make_error: MakeError, checks: str) -> None:
     if checks == "eager" or not on_cuda:
         _raise_for(bad.reshape(-1).tolist(), make_error)
         return
-    with _lock:
-        _pending.append((_mailbox.send(bad), make_error))
-    _look(wait=False)
+    _remember(bad.get_device(), _mailbox.send(bad), make_error)
 
 
 def cell_for_count(device: torch.device, checks: str) -> Cell | None:
@@ -69,8 +72,12 @@ def cell_for_count(device: torch.device, checks: str) -> Cell | None:
 
 def check_cell(cell: Cell, make_error: MakeError) -> None:
     """check_counts for a count that a kernel writes to `cell` when it runs."""
+    _remember(cell.device, cell, make_error)
+
+
+def _remember(device: int, counts: HostCopy | Cell, make_error: MakeError) -> None:
     with _lock:
-        _pending.append((cell, make_error))
+        _pending[device].append((counts, make_error))
     _look(wait=False)
 
 
@@ -80,7 +87,7 @@ def _raise_for(counts: Sequence[float], make_error: MakeError) -> None:
 
 
 def raise_pending(*, wait: bool) -> None:
-    """Raise ValueError for the first earlier call that was given bad values.
+    """Raise ValueError for the first earlier call, on one of the GPUs, that was given bad values.
 
     With `wait` the host waits for every count that is still on its way (one synchronisation);
     without it only those that have arrived are looked at.
@@ -92,10 +99,11 @@ def raise_pending(*, wait: bool) -> None:
 
 def sent_before_now(device: torch.device) -> torch.cuda.Event | None:
     """For raise_sent_before: where counts are on their way, a mark behind all that was launched."""
-    if not _pending or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    queue = _pending.get(device.index)
+    if not queue or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
     with _lock:
-        if all(counts.has_arrived() for counts, _ in _pending):
+        if all(counts.has_arrived() for counts, _ in queue):
             return None
     mark = torch.cuda.Event()
     mark.record(torch.cuda.current_stream(device))
@@ -114,16 +122,25 @@ def raise_sent_before(mark: torch.cuda.Event | None) -> None:
 
 def _look(*, wait: bool) -> None:
     """raise_pending, where no graph is captured."""
-    if not _pending:
-        return
     with _lock:
-        while _pending:
-            counts, make_error = _pending[0]
-            if not wait and not counts.has_arrived():
-                return
-            numbers = counts.wait()
-            _pending.popleft()
-            _raise_for(numbers, make_error)
+        for queue in _pending.values():
+            while queue and (wait or queue[0][0].has_arrived()):
+                counts, make_error = queue[0]
+                numbers = counts.wait()
+                queue.popleft()
+                _raise_for(numbers, make_error)
+
+
+def _forget() -> None:
+    """In a forked child, which has no GPU: no count arrives, and a thread that is not here may
+    have left the lock locked."""
+    global _lock
+    _pending.clear()
+    _lock = Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget)
 
 
 def bad_values_error(vocab_size: int, ids: int, temperatures: int = 0) -> ValueError:

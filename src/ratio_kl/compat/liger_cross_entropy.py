@@ -70,14 +70,16 @@ class LigerFusedLinearScaledCrossEntropyFunction:
             chosen = _check_chosen(selected_token_ids, weight.shape[0], _input.device)
             # What stands in an ignored row must not reach the weight's gradient.
             hidden = torch.where(active[:, None], _input, 0)
-            moved = _moved_to(chosen, hidden, weight, target.where(active, 0), temperature)
+            target = target.where(active, 0).long()
+            moved = _moved_to(chosen, hidden, weight, target, temperature)
             selected = torch.where(active[:, None], scores.logps[:, None] + moved, 0)
             outputs.append(selected.clamp(max=0))
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def _check_chosen(ids: Tensor, vocab_size: int, device: torch.device) -> Tensor:
-    ids = check_integer("selected_token_ids", ids)
+    # A narrow dtype would wrap the vocabulary's size, and an index of bytes is a mask.
+    ids = check_integer("selected_token_ids", ids).long()
     check_device("selected_token_ids", ids, device, owner="_input")
     if ids.dim() != 1:
         raise ValueError(f"selected_token_ids must have shape [K]; got {list(ids.shape)}")

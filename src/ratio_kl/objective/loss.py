@@ -146,9 +146,17 @@ def linear_policy_loss(call: Call, config: RatioKLConfig, runtime: Runtime) -> L
     trains = any(leaf is not None and leaf.requires_grad for leaf in (hidden, weight, bias))
     # Ranks that cut a head or sequences go the same way, whether or not each of them trains.
     trains = trains or sharding is not None or cp_group is not None
-    if runtime.grads == "forward" and torch.is_grad_enabled() and trains:
+    if runtime.grads == "forward" and trains and _records_gradients():
         return loss_with_stashed_gradients(rows, surrogate)
     return surrogate(pass_one(rows, Want(entropy=True)))
+
+
+def _records_gradients() -> bool:
+    """Grad mode alone does not say so: in inference mode, of which torch.compile does not know, it
+    may be on, and nothing is recorded."""
+    if torch.compiler.is_compiling():
+        return torch.is_grad_enabled()
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def _score_reference(rows: HeadRows | None) -> RowScores | None:

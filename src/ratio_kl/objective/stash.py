@@ -7,6 +7,8 @@ around forward only (ZeRO-3). The price is one stashed gradient of each leaf bet
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..distributed.shared_sum import ANCHOR
 from ..ops.contract import Needs, Want
@@ -34,7 +36,7 @@ def loss_with_stashed_gradients(
     leaves = (rows.hidden, rows.weight, rows.bias)
     with torch.no_grad():
         scores = pass_one(rows, Want(entropy=True))
-    with torch.enable_grad():
+    with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
         logps = scores.logps.detach().requires_grad_()
         entropies = scores.entropies.detach().requires_grad_()
         output = surrogate(scores._replace(logps=logps, entropies=entropies))
@@ -47,6 +49,12 @@ def loss_with_stashed_gradients(
     loss = _HandOn.apply(*leaves, ANCHOR, output.loss.detach(), *gradients)
     # A trainer may scale its loss in place, and _HandOn keeps its result.
     return output._replace(loss=loss.clone())
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    """What is saved for a backward that runs at once: not offloaded, nor, under checkpointing, made
+    again by another forward."""
+    return tensor
 
 
 class _HandOn(torch.autograd.Function):

@@ -172,8 +172,13 @@ def _save_for_backward(ctx, inputs, output) -> None:
 
 
 def of_active_rows(grad: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    """An inactive row's results are constants, whatever gradient comes in for them."""
-    return grad if grad is None or mask is None else torch.where(mask, grad, 0)
+    """An inactive row's results are constants, whatever gradient comes in for them.
+
+    A gradient that torch would negate as it reads is negated, which kernels do not.
+    """
+    if grad is None:
+        return None
+    return grad.resolve_neg() if mask is None else torch.where(mask, grad, 0)
 
 
 def _backward(ctx, grad_logps, grad_entropies, *_):

@@ -30,7 +30,8 @@ def forward(
         ids = action_ids[rows]
         logps[rows], peak[rows], log_sum[rows] = _selected_logps(policy_logits[rows], ids, dtype)
         delta[rows] = _selected_logps(ref_logits[rows], ids, dtype)[0] - logps[rows]
-    log_ratio = torch.where(mask, logps - old_logps.to(dtype), 0)
+    # Results in the order of the shape, as a compiler was told, whatever the mask's strides are.
+    log_ratio = torch.where(mask.contiguous(), logps - old_logps.to(dtype), 0)
     return LogitsScores(
         ratio=log_ratio.exp(),
         kl=torch.expm1(delta) - delta,

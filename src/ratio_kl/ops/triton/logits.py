@@ -54,7 +54,8 @@ def backward(
         policy_logits.shape, dtype=policy_logits.dtype, device=policy_logits.device
     )
     rows = action_ids.contiguous(), mask.contiguous().view(torch.int8)
-    grads = (None if grad is None else grad.contiguous() for grad in (grad_ratio, grad_kl))
+    # As the imaginary part of a conjugate, torch negates a gradient as it reads it.
+    grads = (g if g is None else g.resolve_neg().contiguous() for g in (grad_ratio, grad_kl))
 
     def arguments() -> Arguments:
         V = policy_logits.shape[-1]
