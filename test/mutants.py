@@ -44,6 +44,14 @@ MUTANTS = [
     ),
     *_of(
         "kernels/merge.py",
+        (
+            "(h + step * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)",
+            "h + step * BLOCK + tl.arange(0, BLOCK)",
+        ),
+        (
+            "tl.load(ids_ptr + token * stride_in).to(tl.int64)",
+            "tl.load(ids_ptr + token * stride_in).to(tl.int32)",
+        ),
         ("k < H, other=0.0)\n            b =", "k < H - 1, other=0.0)\n            b ="),
         ("weight_ptr + action * stride_wv", "weight_ptr + row * stride_wv"),
         ("squares += share * share *", "squares += share *"),
@@ -71,6 +79,11 @@ MUTANTS = [
     ),
     *_of(
         "kernels/rows.py",
+        (
+            "k = (h + tl.arange(0, BLOCK_H)).to(tl.int64)\n        tile = tl.load(source_ptr",
+            "k = h + tl.arange(0, BLOCK_H)\n        tile = tl.load(source_ptr",
+        ),
+        ("tl.load(rows_ptr + row + start).to(tl.int64)", "tl.load(rows_ptr + row + start)"),
         ("count + tl.cumsum(kept, 0) - 1", "count + tl.cumsum(kept, 0)"),
         ("return position, count + tl.sum(kept, 0)", "return position, tl.sum(kept, 0)"),
         (
@@ -143,6 +156,11 @@ MUTANTS = [
     ),
     *_of(
         "kernels/primitives.py",
+        ("rows.to(tl.int64)[:, None] * stride_row", "rows[:, None] * stride_row"),
+        (
+            "columns.to(tl.int64)[None, :] * stride_column",
+            "columns[None, :] * stride_column",
+        ),
         (
             "inside = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]",
             "inside = (rows < n_rows)[:, None] & (columns <= n_columns)[None, :]",
@@ -182,6 +200,10 @@ MUTANTS = [
     ),
     *_of(
         "kernels/ratio_kl.py",
+        ("    token = tl.program_id(0).to(tl.int64)", "    token = tl.program_id(0)"),
+        ("at = v.to(tl.int64)", "at = v"),
+        ("(tl.program_id(0) // blocks).to(tl.int64)", "(tl.program_id(0) // blocks)"),
+        ("tl.arange(0, BLOCK_V)).to(tl.int64)", "tl.arange(0, BLOCK_V))"),
         ("token // T * stride_b", "token // T * stride_t"),
         ("total *= tl.exp2(below(top, higher) * LOG2E)", "total *= 1.0"),
         (
@@ -449,11 +471,12 @@ MUTANTS = [
 ]
 
 TESTS = {
-    "kernels/ratio_kl.py": ("ops/triton/test_logits.py",),
+    "kernels/ratio_kl.py": ("ops/triton/test_logits.py", "ops/triton/test_offsets.py"),
     "kernels": (
         "properties/test_against_reference.py",
         "ops/test_statistics.py",
         "ops/triton/test_linear.py",
+        "ops/triton/test_offsets.py",
     ),
     "objective/policy.py": (
         "objective/test_policy.py",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ratio_kl import linear_logprob
-from ratio_kl.config import LOSS_TYPES, RatioKLConfig
+from ratio_kl.config import IMPORTANCE_SAMPLING_LEVELS, LOSS_TYPES, RatioKLConfig
 from support import Problem, assert_same, module, problem, run
 
 FLOAT32 = 1e-6  # about 10 roundings of float32
@@ -90,12 +90,30 @@ def test_a02_an_infinite_ratio_that_wins_is_large_and_finite(loss_type: str) -> 
 
 
 @pytest.mark.parametrize("limit", [100.0, None])
-def test_a02_without_a_limit_below_the_overflow(limit: float | None) -> None:
-    """MakazhanAlpamys/Soup#1084 again, for those who switch the limit off: float32 ends at 88.7."""
-    config = config_of("grpo", log_ratio_limit=limit)
-    out, d_hidden, _ = one_token(config, 1.0, old_logps=-95.0)
-    assert out.loss.item() == pytest.approx(-1.2, rel=FLOAT32)
-    assert not d_hidden.any()
+@pytest.mark.parametrize("level", IMPORTANCE_SAMPLING_LEVELS)
+@pytest.mark.parametrize("loss_type", sorted(set(LOSS_TYPES) - {"vespo"}))
+def test_a02_an_infinite_ratio_that_loses(loss_type: str, level: str, limit: float | None) -> None:
+    """MakazhanAlpamys/Soup#1084 for those who switch the limit off: float32 ends at exp(88.7).
+
+    Every policy term is bounded for A = 1, and only cispo's has a slope there.
+    """
+    config = config_of(loss_type, importance_sampling_level=level, log_ratio_limit=limit)
+    out, d_hidden, d_weight = one_token(config, 1.0, old_logps=-200.0)
+    assert out.ratio.item() == math.inf
+    term = {"cispo": -1.3 * out.logps.item(), "sapo": -4.0}.get(loss_type, -1.2)
+    length = 4 if loss_type == "dr_grpo" else 1
+    assert out.loss.item() == pytest.approx(term / length, rel=FLOAT32)
+    for grad in (d_hidden, d_weight):
+        assert grad.isfinite().all()
+        assert grad.any() == (loss_type == "cispo")
+
+
+@pytest.mark.parametrize("limit", [100.0, None])
+@pytest.mark.parametrize("advantage", [-1.0, 0.0])
+def test_a02_an_infinite_ratio_that_wins_shows(advantage: float, limit: float | None) -> None:
+    """The mirror without a limit: inf, and inf * 0 in a group whose rewards are all alike."""
+    out, _, _ = one_token(config_of("grpo", log_ratio_limit=limit), advantage, old_logps=-200.0)
+    assert out.loss.isnan() if advantage == 0 else out.loss.item() == math.inf
 
 
 @pytest.mark.parametrize("delta", [20, 80, 89, 120])

@@ -1,6 +1,7 @@
 """The code of README's section on TRL, and of docs/migrating.md, on a tiny model."""
 
 import pytest
+import torch
 
 pytest.importorskip("trl", reason="needs the package trl (extra trl)")
 
@@ -46,6 +47,25 @@ def test_readme(folder, tmp_path):
     for block in found:
         run(block, scope)
         assert scope["trainer"].state.global_step == 1
+
+
+def test_readme_in_a_trainer():
+    """Scored at the loss's temperature, an untouched policy has ratio 1 and KL 0; at 1 it has not
+    (OpenRLHF/OpenRLHF#853)."""
+    (block,) = blocks("README.md", "python", "## In a trainer")
+    scope = {"torch": torch}
+    run(block, scope)
+    model = llama()
+    policy = scope["PolicyWithLoss"](model, loss_type="grpo", beta=0.04, temperature=0.7)
+    ids = torch.randint(model.config.vocab_size, (2, 6))
+    batch = ids, torch.ones_like(ids), (torch.arange(6) > 2).expand(2, 6)
+    for temperature, agrees in ((0.7, True), (1.0, False)):
+        logps = scope["score"](model, *batch, temperature=temperature)
+        out = policy(*batch, torch.randn(2), old_logps=logps, ref_logps=logps)
+        assert (out.ratio == 1).all() == agrees
+        assert (out.metrics.kl == 0) == agrees
+    out.loss.backward()
+    assert model.lm_head.weight.grad.any()
 
 
 def test_migrating_from_trl(folder, tmp_path):

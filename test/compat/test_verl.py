@@ -1,13 +1,17 @@
 """verl's call: its signature, its values on the CPU, where its models take it, its GPU kernel."""
 
+import ast
+from importlib.machinery import PathFinder
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, Optional
 
 import pytest
 import torch
 
 from benchmark.rivals.verl import import_alone
 from compat.signatures import assert_same_call
-from ratio_kl import linear_logprob
+from ratio_kl import FusedLinearRatioKLLoss, linear_logprob
 from ratio_kl.compat.verl import linear_cross_entropy
 from support import BACKENDS, FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, assert_close, relative_error
 
@@ -151,6 +155,88 @@ def test_it_compiles_as_one_graph(backend):
     leaves = (hidden, weight)
     for mine, other in zip(gradients(compiled, leaves), gradients(eager, leaves), strict=True):
         assert_close(mine, other, FLOAT32_TOLERANCE, "gradient")
+
+
+def functions(file, *names, **scope):
+    """Functions of a file of verl that cannot be imported: it wants ray and a whole trainer."""
+    found = PathFinder.find_spec("verl")
+    if found is None:
+        pytest.skip("needs verl, which is not installed")
+    tree = ast.parse((Path(found.submodule_search_locations[0]) / file).read_text("utf-8"))
+    tree.body = [x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name in names]
+    assert len(tree.body) == len(names)
+    for function in tree.body:
+        function.decorator_list = []
+    scope |= {"torch": torch, "Any": Any, "Optional": Optional}
+    exec(compile(tree, file, "exec"), scope)
+    return SimpleNamespace(**{name: scope[name] for name in names})
+
+
+class Actor(SimpleNamespace):
+    """What verl's losses read of an ActorConfig."""
+
+    def get(self, name, default):
+        return getattr(self, name, default)
+
+
+CLIPS = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 1.5}
+OURS = {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": 1.5}
+GSPO = {"importance_sampling_level": "sequence_token", "epsilon_low": 0.2, "epsilon_high": 0.28}
+SAPO = {"loss_type": "sapo", "sapo_temperature_pos": 1.2, "sapo_temperature_neg": 1.4}
+ACTORS = [
+    ("vanilla", "token-mean", OURS | {"loss_type": "dapo"}),
+    ("vanilla", "seq-mean-token-mean", OURS | {"loss_type": "grpo"}),
+    ("vanilla", "seq-mean-token-sum", OURS | {"loss_type": "luspo"}),
+    ("vanilla", "seq-mean-token-sum-norm", OURS | {"loss_type": "dr_grpo"}),
+    ("gspo", "seq-mean-token-mean", GSPO | {"loss_type": "grpo"}),
+    ("sapo", "seq-mean-token-mean", SAPO),
+]
+
+MEANS_OF_VERL = 2e-8
+"""verl adds 1e-8 to a sequence's length, 2.5e-9 of the shortest here; terms are of order 1."""
+
+
+@pytest.mark.parametrize(("kl", "estimator"), [("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3")])
+@pytest.mark.parametrize(("mode", "aggregation", "options"), ACTORS)
+def test_the_actors_loss_by_its_options(mode, aggregation, options, kl, estimator):
+    """verl's policy loss, KL and entropy on its call, and the whole loss; ratios pass each bound.
+
+    Three sequences of 6, 4 and 6 tokens.
+    """
+    masked = functions("utils/torch_functional.py", "masked_sum", "masked_mean")
+    name = f"compute_policy_loss_{mode}"
+    theirs = functions(
+        "trainer/ppo/core_algos.py",
+        *(name, "agg_loss", "kl_penalty_forward"),
+        verl_F=masked,
+        ActorConfig=Actor,
+        AlgoConfig=type(None),
+        DictConfig=dict,
+    )
+    batch = {"loss_scale_factor": 9} if aggregation.endswith("norm") else {}
+    actor = Actor(**CLIPS, tau_pos=1.2, tau_neg=1.4, global_batch_info=batch)
+    hidden, weight, labels = head(3, 6, dtype=torch.float64)
+    mask = (torch.arange(6) < torch.tensor([6, 4, 6])[:, None]).double()
+    advantages = torch.tensor([1.0, -1.0, -0.5]).double()
+    logps, entropies = (x.view(3, 6) for x in linear_cross_entropy(hidden, weight, labels))
+    old, ref = (logps.detach() + 0.5 * torch.randn(2, 3, 6)).unbind()
+    weights = torch.rand(3, 6).double() + 0.5
+
+    per_token = advantages[:, None].expand(3, 6)
+    loss, _ = getattr(theirs, name)(old, logps, per_token, mask, aggregation, actor, weights)
+    estimate = theirs.kl_penalty_forward(logps, ref, kl)
+    loss = loss + 0.04 * theirs.agg_loss(estimate, mask, aggregation, **batch)
+    loss = loss - 0.01 * theirs.agg_loss(entropies, mask, "token-mean")
+    options = {"beta": 0.04, "kl_estimator": estimator, "entropy_coef": 0.01} | options
+    out = FusedLinearRatioKLLoss(**options, max_completion_length=9)(
+        hidden, weight, labels, mask, advantages, old, ref, sampling_ratio=weights
+    )
+    # The loss cancels, so it is measured against a term.
+    torch.testing.assert_close(out.loss, loss, rtol=0, atol=MEANS_OF_VERL)
+    leaves = [hidden, weight]
+    expected = torch.autograd.grad(loss, leaves, retain_graph=True)
+    for actual, wanted in zip(torch.autograd.grad(out.loss, leaves), expected, strict=True):
+        assert_close(actual, wanted, MEANS_OF_VERL, "gradient")
 
 
 # verl's kernel needs H to be a multiple of 128; 300 tokens are no multiple of its blocks.

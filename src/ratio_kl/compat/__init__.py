@@ -13,10 +13,10 @@ from importlib.util import find_spec
 
 
 def require(package: str, extra: str) -> None:
-    """Raise ImportError naming the extra to install, unless `package` can be imported."""
+    """Raise ImportError naming what to install, unless `package` can be imported."""
     if find_spec(package) is None:
         raise ImportError(
-            f"this front needs the package {package}, which is not installed: "
-            f"pip install ratio-kl[{extra}]",
+            f"this front needs the package {package}, which is not installed: pip install {package}, "
+            f"or ratio_kl with its extra [{extra}]",
             name=package,
         )

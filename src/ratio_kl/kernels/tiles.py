@@ -25,8 +25,8 @@ class Tile(NamedTuple):
 
 # "half" is bf16 and fp16, "narrowed" the same from fp32 operands (under autocast), "tf32" fp32 on
 # tensor cores, "ieee" fp32 by fused multiply-adds.
-# Only sm_90 "half" was tuned, on an H200. The rows of "any" are meant to keep to the 99 KB of
-# shared memory of the smallest cards.
+# Only sm_90 "half" was tuned, on an H200. The rows of "any" keep to the 99 KB of shared memory of
+# the smallest cards, and to the 64 KB of AMD's.
 TILES = {
     ("sm_90", "half"): Tile(rows=128, columns=256, depth=64, warps=8, stages=4, group=32),
     ("sm_90", "tf32"): Tile(rows=128, columns=128, depth=32, warps=8, stages=3, group=16),
