@@ -16,7 +16,7 @@ def require(package: str, extra: str) -> None:
     """Raise ImportError naming what to install, unless `package` can be imported."""
     if find_spec(package) is None:
         raise ImportError(
-            f"this front needs the package {package}, which is not installed: pip install {package}, "
-            f"or ratio_kl with its extra [{extra}]",
+            f"this front needs the package {package}, which is not installed: "
+            f"pip install {package}, or ratio_kl with its extra [{extra}]",
             name=package,
         )
