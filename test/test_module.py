@@ -85,10 +85,9 @@ def test_an_unknown_option_has_a_readable_message() -> None:
 
 
 def test_a_process_group_of_a_wrong_type_is_refused() -> None:
-    given = problem(1, config_of())
     for group in ("global", 3, [0, 1]):
         with pytest.raises(TypeError, match="process_group must be None"):
-            FusedLinearRatioKLLoss(config_of(), process_group=group)(*given.inputs, **given.options)
+            FusedLinearRatioKLLoss(process_group=group)
 
 
 def test_repr_shows_what_differs_from_the_defaults() -> None:

@@ -69,10 +69,7 @@ class Runtime:
     def __post_init__(self) -> None:
         if self.grads not in ("backward", "forward"):
             raise ValueError(f"grads must be 'backward' or 'forward'; got {self.grads!r}")
-        if isinstance(self.process_group, str) and self.process_group != "local":
-            raise TypeError(
-                f"process_group must be None, 'local' or a ProcessGroup; got {self.process_group!r}"
-            )
+        resolve(self.process_group)
         check_hidden_grad(self.tp_hidden_grad)
         cuts = {"tp_group": self.tp_group, "cp_group": self.cp_group}
         for name, group in cuts.items():

@@ -216,9 +216,14 @@ def _scalar(
 
     Multiplied and not filled in: a fill would make the compiler specialise on the value.
     """
-    if value == neutral and type(value) in (type(None), float, int):
+    if type(value) in (type(None), float, int) and value == neutral:
         return None
-    number = check_real_option(name, value)
+    number, limits = check_real_option(name, value), torch.finfo(dtype)
+    if not limits.tiny <= number <= limits.max:
+        raise ValueError(
+            f"{name} must lie in the range of the logits' {dtype}, {limits.tiny:.3g} to "
+            f"{limits.max:.3g}; got {value!r}"
+        )
     return None if number == neutral else torch.ones((), dtype=dtype, device=device) * number
 
 
