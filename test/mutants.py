@@ -334,9 +334,9 @@ MUTANTS = [
         ("sequences.new_zeros(1)", "sequences.new_ones(1)"),
         (">= cu_seqlens[-1]", "> cu_seqlens[-1]"),
         ("cu_seqlens[0] != 0", "cu_seqlens[0] < 0"),
-        ("cu_seqlens.diff() < 0", "cu_seqlens.diff() < -1"),
+        ("cu_seqlens[1:] < cu_seqlens[:-1]", "cu_seqlens[1:] + 1 < cu_seqlens[:-1]"),
         ("cu_seqlens[-1] > tokens", "cu_seqlens[-1] > tokens + 1"),
-        ("(mask & past_the_last).any()", "past_the_last.any()"),
+        ("mask & past_the_last,", "past_the_last,"),
         ("return mask.clone(), counts", "return mask, counts"),
         (
             "segment_spread(grad, cu_seqlens, ctx.tokens), None",

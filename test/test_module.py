@@ -396,6 +396,11 @@ def test_an_option_cannot_be_set_afterwards() -> None:
     loss_fn = FusedLinearRatioKLLoss(beta=0.1)
     with pytest.raises(AttributeError, match="beta is an option and fixed: build another loss"):
         loss_fn.beta = 0.2
+    with pytest.raises(AttributeError, match="FusedLinearRatioKLLoss.loss_fn.config, grads='forw"):
+        loss_fn.grads = "forward"
+    for name in set(inspect.signature(FusedLinearRatioKLLoss).parameters) - {"config", "options"}:
+        with pytest.raises(AttributeError, match=f"{name} is an option and fixed"):
+            setattr(loss_fn, name, None)
     loss_fn.note = "other attributes may be"
     assert loss_fn.config.beta == 0.1
 

@@ -41,7 +41,7 @@ class Tokens:
     mask: Tensor
     """bool."""
     packing_faults: Tensor | None
-    """Counts of broken rules of cu_seqlens (sequences.py); None for padded input."""
+    """How often cu_seqlens breaks each rule (sequences.py); None for padded input."""
     advantages: Tensor
     """0 on inactive tokens, as are the log-probabilities; in the dtype of the objective."""
     old_logps: Tensor | None
