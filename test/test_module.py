@@ -68,6 +68,10 @@ WRONG = [
     (lambda: FusedLinearRatioKLLoss(chunk_bytes=None), TypeError, "chunk_bytes must be .*None"),
     (lambda: FusedLinearRatioKLLoss(validate="no"), ValueError, "validate must be .*; got 'no'"),
     (lambda: FusedLinearRatioKLLoss(grads="both"), ValueError, "grads must be .*; got 'both'"),
+    (lambda: FusedLinearRatioKLLoss(grads=None), TypeError, "grads must be .*; got None of type"),
+    (lambda: FusedLinearRatioKLLoss(backend=1), TypeError, "backend must be .*; got 1 of type int"),
+    (lambda: FusedLinearRatioKLLoss(validate=1), TypeError, "validate must be .*; got 1 of type"),
+    (lambda: FusedLinearRatioKLLoss(tp_hidden_grad=None), TypeError, "tp_hidden_grad must be .*No"),
 ]  # fmt: skip
 
 

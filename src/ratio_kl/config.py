@@ -108,11 +108,11 @@ class RatioKLConfig:
     means all rows."""
 
     def __post_init__(self) -> None:
-        _choice("loss_type", self.loss_type, LOSS_TYPES, _OTHER_NAMES)
-        _choice(
+        check_choice("loss_type", self.loss_type, LOSS_TYPES, hints=_OTHER_NAMES)
+        check_choice(
             "importance_sampling_level", self.importance_sampling_level, IMPORTANCE_SAMPLING_LEVELS
         )
-        _choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         check_bool("use_bias_correction_kl", self.use_bias_correction_kl)
         for name in _REAL_OPTIONS:
             value = getattr(self, name)
@@ -190,14 +190,23 @@ def _wrong_type(name: str, value: object, expected: str) -> TypeError:
     return TypeError(f"{name} must be {expected}; got {value!r} of type {type(value).__name__}")
 
 
-def _choice(
-    name: str, value: object, allowed: tuple[str, ...], hints: Mapping[str, str] | None = None
+def check_choice(
+    name: str,
+    value: object,
+    allowed: tuple[str, ...],
+    *,
+    or_none: bool = False,
+    hints: Mapping[str, str] | None = None,
 ) -> None:
+    """TypeError unless `value` is a str, or None where that is allowed; ValueError unless it is one
+    of `allowed`. `hints` end the message for some others."""
+    if value is None and or_none:
+        return
+    expected = f"one of {', '.join(allowed)}{' or None' if or_none else ''}"
     if not isinstance(value, str):
-        raise _wrong_type(name, value, f"one of {', '.join(allowed)}")
+        raise _wrong_type(name, value, expected)
     if value not in allowed:
-        hint = (hints or {}).get(value, "")
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}{hint}")
+        raise ValueError(f"{name} must be {expected}; got {value!r}{(hints or {}).get(value, '')}")
 
 
 def check_real_option(option: str, value: Any, *, name: str | None = None) -> float:

@@ -299,7 +299,9 @@ REFUSED = [
     ({"backend": "cuda"}, ValueError, message("backend", "torch, triton", "'cuda'")),
     ({"return_entropy": 1}, TypeError, message("return_entropy", "a bool", "1 of type int")),
     ({"return_statistics": [1]}, TypeError, message("return_statistics", "a bool", "list")),
-    ({"validate": "always"}, ValueError, message("validate", "'eager'", "'always'")),
+    ({"validate": "always"}, ValueError, message("validate", "eager or None", "'always'")),
+    ({"validate": True}, TypeError, message("validate", "eager or None", "True of type bool")),
+    ({"backend": ["torch"]}, TypeError, message("backend", "torch, triton", "of type list")),
 ]  # fmt: skip
 
 

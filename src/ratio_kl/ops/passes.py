@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import check_positive_int, check_real_option
+from ..config import check_choice, check_positive_int, check_real_option
 from ..distributed.shared_sum import ANCHOR
 from .backends import check_backend
 from .contract import DEFAULT_CHUNK_BYTES, Gradients, Needs, Want
@@ -30,8 +30,7 @@ class Execution:
 
     def __post_init__(self) -> None:
         check_backend(self.backend)
-        if self.validate not in (None, "eager"):
-            raise ValueError(f"validate must be 'eager' or None; got {self.validate!r}")
+        check_choice("validate", self.validate, ("eager",), or_none=True)
         check_positive_int("chunk_bytes", self.chunk_bytes)
 
 
