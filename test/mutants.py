@@ -248,6 +248,7 @@ MUTANTS = [
     ),
     *_of(
         "objective/bounds.py",
+        ("math.copysign(math.inf, bound)", "math.inf"),
         ("values.detach().clamp(low, high)", "values.detach().clamp(max=high)"),
         (
             "(values < low) | (values > high)",
