@@ -4,10 +4,17 @@ import copy
 import math
 import pickle
 from dataclasses import FrozenInstanceError, fields, replace
+from fractions import Fraction
 
 import pytest
 
-from ratio_kl.config import IMPORTANCE_SAMPLING_LEVELS, KL_ESTIMATORS, LOSS_TYPES, RatioKLConfig
+from ratio_kl.config import (
+    IMPORTANCE_SAMPLING_LEVELS,
+    KL_ESTIMATORS,
+    LOSS_TYPES,
+    RatioKLConfig,
+    check_real_option,
+)
 
 INF, NAN = math.inf, math.nan
 
@@ -129,6 +136,12 @@ def test_choices(name: str, values: tuple[str, ...]) -> None:
         with pytest.raises(TypeError, match="must be one of") as error:
             RatioKLConfig(**{name: value})
         assert_names(error, name, repr(value), *values)
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), Fraction(10**400, 3)])
+def test_numbers_that_no_float_holds(value) -> None:
+    with pytest.raises(ValueError, match="^quantile must fit a float; got a number beyond"):
+        check_real_option("top_entropy_quantile", value, name="quantile")
 
 
 def test_use_bias_correction_kl_is_a_bool() -> None:

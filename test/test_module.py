@@ -58,6 +58,10 @@ WRONG = [
     (lambda: FusedLinearRatioKLLoss(chunk_bytes=None), TypeError, "chunk_bytes must be .*None"),
     (lambda: FusedLinearRatioKLLoss(validate="no"), ValueError, "validate must be .*; got 'no'"),
     (lambda: FusedLinearRatioKLLoss(grads="both"), ValueError, "grads must be .*; got 'both'"),
+    (lambda: FusedLinearRatioKLLoss(grads=None), TypeError, "grads must be .*; got None of type"),
+    (lambda: FusedLinearRatioKLLoss(backend=1), TypeError, "backend must be .*; got 1 of type int"),
+    (lambda: FusedLinearRatioKLLoss(validate=1), TypeError, "validate must be .*; got 1 of type"),
+    (lambda: FusedLinearRatioKLLoss(tp_hidden_grad=None), TypeError, "tp_hidden_grad must be .*No"),
 ]  # fmt: skip
 
 
@@ -75,10 +79,9 @@ def test_an_unknown_option_has_a_readable_message() -> None:
 
 
 def test_a_process_group_of_a_wrong_type_is_refused() -> None:
-    given = problem(1, config_of())
     for group in ("global", 3, [0, 1]):
         with pytest.raises(TypeError, match="process_group must be None"):
-            FusedLinearRatioKLLoss(config_of(), process_group=group)(*given.inputs, **given.options)
+            FusedLinearRatioKLLoss(process_group=group)
 
 
 def test_repr_shows_what_differs_from_the_defaults() -> None:
@@ -411,6 +414,11 @@ def test_an_option_cannot_be_set_afterwards() -> None:
     loss_fn = FusedLinearRatioKLLoss(beta=0.1)
     with pytest.raises(AttributeError, match="beta is an option and fixed: build another loss"):
         loss_fn.beta = 0.2
+    with pytest.raises(AttributeError, match="FusedLinearRatioKLLoss.loss_fn.config, grads='forw"):
+        loss_fn.grads = "forward"
+    for name in set(inspect.signature(FusedLinearRatioKLLoss).parameters) - {"config", "options"}:
+        with pytest.raises(AttributeError, match=f"{name} is an option and fixed"):
+            setattr(loss_fn, name, None)
     loss_fn.note = "other attributes may be"
     assert loss_fn.config.beta == 0.1
 

@@ -108,17 +108,16 @@ class RatioKLConfig:
     means all rows."""
 
     def __post_init__(self) -> None:
-        _choice("loss_type", self.loss_type, LOSS_TYPES, _OTHER_NAMES)
-        _choice(
+        check_choice("loss_type", self.loss_type, LOSS_TYPES, hints=_OTHER_NAMES)
+        check_choice(
             "importance_sampling_level", self.importance_sampling_level, IMPORTANCE_SAMPLING_LEVELS
         )
-        _choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        if not isinstance(self.use_bias_correction_kl, bool):
-            raise _wrong_type("use_bias_correction_kl", self.use_bias_correction_kl, "a bool")
+        check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        check_bool("use_bias_correction_kl", self.use_bias_correction_kl)
         for name in _REAL_OPTIONS:
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
-                object.__setattr__(self, name, _as_float(name, check_real_option(name, value)))
+                object.__setattr__(self, name, float(check_real_option(name, value)))
         for name in ("max_completion_length", "vocab_size"):
             value = getattr(self, name)
             if value is not None:
@@ -191,14 +190,23 @@ def _wrong_type(name: str, value: object, expected: str) -> TypeError:
     return TypeError(f"{name} must be {expected}; got {value!r} of type {type(value).__name__}")
 
 
-def _choice(
-    name: str, value: object, allowed: tuple[str, ...], hints: Mapping[str, str] | None = None
+def check_choice(
+    name: str,
+    value: object,
+    allowed: tuple[str, ...],
+    *,
+    or_none: bool = False,
+    hints: Mapping[str, str] | None = None,
 ) -> None:
+    """TypeError unless `value` is a str, or None where that is allowed; ValueError unless it is one
+    of `allowed`. `hints` end the message for some others."""
+    if value is None and or_none:
+        return
+    expected = f"one of {', '.join(allowed)}{' or None' if or_none else ''}"
     if not isinstance(value, str):
-        raise _wrong_type(name, value, f"one of {', '.join(allowed)}")
+        raise _wrong_type(name, value, expected)
     if value not in allowed:
-        hint = (hints or {}).get(value, "")
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}{hint}")
+        raise ValueError(f"{name} must be {expected}; got {value!r}{(hints or {}).get(value, '')}")
 
 
 def check_real_option(option: str, value: Any, *, name: str | None = None) -> float:
@@ -212,8 +220,8 @@ def check_real_option(option: str, value: Any, *, name: str | None = None) -> fl
     name = name or option
     if not _is_a((float, Real), value):
         raise _wrong_type(name, value, f"a number {allowed}")
-    # A numpy scalar or a Fraction becomes a float; a compiler's symbolic float stays symbolic.
-    number = value if isinstance(value, (float, int)) else float(value)
+    # An int or a Fraction becomes a float; a compiler's symbolic float stays symbolic.
+    number = value if isinstance(value, float) else as_float(name, value)
     if not holds(number):
         raise ValueError(f"{name} must be {allowed}; got {value!r}")
     return number
@@ -224,11 +232,18 @@ def _is_a(kinds: tuple[type, type], value: object) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def _as_float(name: str, value: float) -> float:
+def as_float(name: str, value: Any) -> float:
+    """A real number as a float, ValueError where that would overflow."""
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} must fit a float; got an int beyond its range") from None
+        raise ValueError(f"{name} must fit a float; got a number beyond its range") from None
+
+
+def check_bool(name: str, value: object) -> None:
+    """TypeError unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise _wrong_type(name, value, "a bool")
 
 
 def check_positive_int(name: str, value: Any) -> None:

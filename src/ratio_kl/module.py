@@ -181,12 +181,13 @@ class FusedLinearRatioKLLoss(nn.Module):
         raise_pending(wait=True)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """AttributeError for an option: it would change nothing."""
-        if name in RatioKLConfig.__dataclass_fields__:
-            raise AttributeError(
-                f"{name} is an option and fixed: build another loss, for instance from "
-                f"dataclasses.replace(loss_fn.config, {name}={value!r})"
-            )
+        """AttributeError for an argument of the constructor: it would change nothing."""
+        for argument_of, another in _FIXED:
+            if name in argument_of.__dataclass_fields__:
+                raise AttributeError(
+                    f"{name} is an option and fixed: build another loss, for instance from "
+                    f"{another}{name}={value!r})"
+                )
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
@@ -197,6 +198,14 @@ class FusedLinearRatioKLLoss(nn.Module):
             if getattr(self.config, field.name) != field.default
         )
         return ", ".join(changed)
+
+
+_FIXED = (
+    (RatioKLConfig, "dataclasses.replace(loss_fn.config, "),
+    (Runtime, "FusedLinearRatioKLLoss(loss_fn.config, "),
+    (Execution, "FusedLinearRatioKLLoss(loss_fn.config, "),
+)
+"""What the constructor's arguments are fields of, and how a loss with another one is made."""
 
 
 def _config(config: RatioKLConfig | None, options: dict[str, object]) -> RatioKLConfig:

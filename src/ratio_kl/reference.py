@@ -152,7 +152,7 @@ def reference_loss(
         term = -phi * A * logps
     else:
         term = _policy_term(config, r, A, logps)
-    term = torch.where((A >= 0) | _is_near(config, gap, active), term, 0)
+    term = torch.where((A < 0) & ~_is_near(config, gap, active), 0, term)
     high = _high_entropy(config, entropies.detach(), active, other_entropies)
     term = torch.where(high != 0, high * term, 0)
     term = term if config.loss_type == "vespo" else term * s

@@ -41,6 +41,19 @@ def test_what_is_no_tensor(check, value) -> None:
         check("x", value)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor() -> None:
+    """With strides too: it has no shape to look at."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(ValueError, match="^x must be a dense tensor; got a nested tensor of"):
+        check_tensor("x", nested)
+
+
+def test_a_parameter_of_a_lazy_module() -> None:
+    with pytest.raises(ValueError, match="^x must hold numbers; got an uninitialized parameter"):
+        check_tensor("x", torch.nn.LazyLinear(3).weight)
+
+
 def test_shapes() -> None:
     tensor = torch.zeros(2, 3)
     check_shape("x", tensor, ((2, 3), "[B, T]"))

@@ -196,6 +196,15 @@ def test_references_too_many_and_too_few():
     assert torch.equal(loss, loss_fn(*batch.required, ref_per_token_logps=batch.ref)[0])
 
 
+@pytest.mark.parametrize("name", ["bias", "ref_weight"])
+def test_a_head_that_is_no_tensor(name):
+    """A reference with a head of its own gets a bias of zeros, made of both."""
+    batch = Batch()
+    given = {"bias": torch.zeros(3), "ref_weight": torch.zeros(3, 2), "ref_input": batch.ref_hidden}
+    with pytest.raises(TypeError, match=f"{name} must be a tensor; got 'x' of type str"):
+        LigerFusedLinearGRPOLoss()(*batch.required, **(given | {name: "x"}))
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, under Triton's interpreter
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -139,6 +139,25 @@ def test_what_it_refuses(changes, complaint):
         Ours.apply(**(dict(zip(names, head(), strict=True)) | changes))
 
 
+@pytest.mark.parametrize("value", [None, 0.5, 2**70, torch.tensor([1, 2])])
+def test_an_ignored_id_that_is_none(value):
+    """torch compares ids with what it knows: None ignored nothing, an int past 64 bits stopped."""
+    with pytest.raises(TypeError, match="ignore_index must be an int of 64 bits; got"):
+        Ours.apply(*head(), ignore_index=value)
+
+
+def test_rows_in_batches_are_refused():
+    """With as many places as hidden columns the mask of one was taken for that of the other."""
+    rows, weight, target = head()
+    with pytest.raises(ValueError, match=r"_input must have shape \[M, H\]; got \[2, 10, "):
+        Ours.apply(
+            rows.reshape(2, 10, -1),
+            weight,
+            target.reshape(2, 10),
+            selected_token_ids=torch.tensor(CHOSEN),
+        )
+
+
 def test_a_temperature_a_token_is_refused():
     """Beside chosen ids it would have divided the wrong axis; Liger takes a number only, too."""
     for front in (Ours, their_class()):

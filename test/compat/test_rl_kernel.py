@@ -92,6 +92,7 @@ def test_ratio_kl(dtype):
     ("changes", "complaint"),
     [
         ({"vocab_start_index": 35}, "vocab_start_index must be 0 without a tp_group; got 35"),
+        ({"lm_head_weight": torch.tensor(1.0)}, r"lm_head_weight must have shape \[V, D\]; got"),
         ({"global_vocab_size": 140}, "rows of the whole head, 70; got 140"),
         ({"target_ids": torch.full((10,), 70)}, r"must lie in \[0, 70\)"),
         ({"target_ids": torch.zeros(2, 5, dtype=torch.int64)}, "must have shape"),
@@ -105,6 +106,14 @@ def test_what_it_refuses(changes, complaint):
     }
     with pytest.raises(ValueError, match=complaint):
         linear_logp(**(given | changes))
+
+
+@pytest.mark.parametrize("name", ["vocab_start_index", "global_vocab_size"])
+@pytest.mark.parametrize("value", ["0", torch.zeros(2)])
+def test_rows_are_counted_in_ints(name, value):
+    given = torch.randn(10, 8), torch.randn(70, 8), torch.randint(70, (10,))
+    with pytest.raises(TypeError, match=f"{name} must be an int"):
+        linear_logp(*given, **{name: value})
 
 
 def test_a_group_must_be_one():

@@ -104,6 +104,11 @@ ROLLOUTS = {
         {"importance_sampling_level": "sequence"},
         ("token_advantages",),
     ),
+    "advantages a token, vespo": ({"loss_type": "vespo"}, ("token_advantages",)),
+    "advantages a token, cispo at sequence level": (
+        {"loss_type": "cispo", "epsilon_high": 1.1, "importance_sampling_level": "sequence"},
+        ("token_advantages",),
+    ),
     "everything at once": (
         {
             "loss_type": "dapo",

@@ -320,5 +320,7 @@ def test_another_trainer_is_refused():
 
 
 def test_a_temperature_that_is_not_positive_is_refused_at_once():
-    with pytest.raises(ValueError, match="temperature must be > 0; got 0"):
+    with pytest.raises(ValueError, match="temperature must be > 0 and finite; got 0"):
         add_fused_lm_head(torch.nn.Linear(2, 2), temperature=0)
+    with pytest.raises(TypeError, match="temperature must be a number .*; got '1' of type str"):
+        add_fused_lm_head(torch.nn.Linear(2, 2), temperature="1")

@@ -130,7 +130,7 @@ def test_groups_are_checked_at_construction(ranks):
                 "ValueError: tp_group and cp_group must have this rank alone in common",
                 "TypeError: tp_group must be None or a torch.distributed.ProcessGroup",
                 "TypeError: cp_group must be None",
-                "ValueError: tp_hidden_grad must be 'whole' or 'part'; got 'none'",
+                "ValueError: tp_hidden_grad must be one of whole, part; got 'none'",
             ),
             strict=True,
         ):

@@ -1,11 +1,12 @@
 """The clamp of log-ratios: its value and its gradient within, at and beyond the bound."""
 
 import math
+import sys
 
 import pytest
 import torch
 
-from ratio_kl.objective.bounds import bounded
+from ratio_kl.objective.bounds import bounded, clamped
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,16 @@ def test_nan_keeps_its_gradient() -> None:
     result.backward()
     assert result.isnan()
     assert x.grad.item() == 1
+
+
+def test_a_bound_beyond_the_range_of_the_dtype_is_none() -> None:
+    """torch refuses to clamp float32 at a larger number; "no bound" is written so."""
+    x = torch.tensor([-math.inf, -1e30, 2.0, math.inf])
+    assert torch.equal(bounded(x, sys.float_info.max), x)
+    assert torch.equal(clamped(x, high=1e39), x)
+    assert torch.equal(clamped(x, low=-1e39, high=1.0), x.clamp(max=1.0))
+    wide = torch.tensor([1e300], dtype=torch.float64)
+    assert clamped(wide, high=1e200).item() == 1e200
 
 
 def test_no_limit_is_no_change() -> None:

@@ -164,8 +164,10 @@ def test_a_reference_of_another_width() -> None:
 OTHERS = [
     ("num_items_in_batch", "36", TypeError, "a number, a tensor with one element or None.*str"),
     ("num_items_in_batch", True, TypeError, "a number, a tensor with one element or None.*bool"),
-    ("num_items_in_batch", -1, ValueError, ">= 0; got -1"),
-    ("num_items_in_batch", float("nan"), ValueError, ">= 0; got nan"),
+    ("num_items_in_batch", -1, ValueError, ">= 0 and finite; got -1"),
+    ("num_items_in_batch", float("nan"), ValueError, ">= 0 and finite; got nan"),
+    ("num_items_in_batch", float("inf"), ValueError, ">= 0 and finite; got inf"),
+    ("num_items_in_batch", 10**400, ValueError, "fit a float; got a number beyond its range"),
     ("num_items_in_batch", torch.ones(2), ValueError, r"one element; got shape \[2\]"),
     ("num_items_in_batch", torch.ones(1).to(torch.complex64), ValueError, "dtype"),
     ("num_items_in_batch", torch.tensor(True), ValueError, "a number's dtype; got torch.bool"),
@@ -178,6 +180,7 @@ OTHERS = [
     ("temperature", -0.5, ValueError, "> 0 and finite; got -0.5"),
     ("temperature", "warm", TypeError, "a number > 0 and finite; got 'warm' of type str"),
     ("entropy_coef", float("inf"), ValueError, "finite; got inf"),
+    ("entropy_coef", 10**400, ValueError, "fit a float; got a number beyond its range"),
     ("entropy_coef", "0.1", TypeError, "a number finite; got '0.1' of type str"),
     ("entropy_coef", torch.ones(2), ValueError, r"one element; got shape \[2\]"),
 ]

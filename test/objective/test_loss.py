@@ -298,6 +298,23 @@ def test_off_policy_mask_without_any_behaviour_policy_keeps_everything():
     assert masked.loss.item() == free.loss.item() != 0
 
 
+@pytest.mark.parametrize("name", ["hidden", "advantages"])
+def test_the_off_policy_mask_hides_no_nan(name: str) -> None:
+    """A NaN drift exceeds no threshold, a NaN advantage is not negative: neither is dropped."""
+    config = RatioKLConfig(off_policy_mask_threshold=-100.0)
+    given = problem(7, config, B=2, T=2, active=2, poison=False)
+    ones = torch.ones(2, 2, dtype=torch.float64)
+    given = given.with_inputs(attention_mask=ones, advantages=-ones)
+    given = given.given(old_logps=-ones, sampling_logps=None)
+    assert run(module(config), given).loss == 0
+    position = ["hidden", "weight", "action_ids", "attention_mask", "advantages"].index(name)
+    spoilt = given.inputs[position].detach().clone()
+    spoilt[0, 1] = torch.nan
+    given = given.with_inputs(**{name: spoilt.requires_grad_(name == "hidden")})
+    assert run(module(config), given).loss.isnan()
+    assert run_reference(config, given).loss.isnan()
+
+
 def test_a_drift_at_the_threshold_is_kept():
     config = RatioKLConfig(off_policy_mask_threshold=0.0)
     given = problem(5, config).given(old_logps=None, sampling_logps=None)

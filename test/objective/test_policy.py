@@ -1,6 +1,7 @@
 """Each policy term at, inside and outside its bound, for both signs of the advantage."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -48,6 +49,18 @@ def test_term_and_slope(case: PolicyCase) -> None:
     slope = grads[0].item() * case.ratio + grads[1].item()
     assert math.isclose(loss.item(), case.loss, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     assert math.isclose(slope, case.slope, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
+@pytest.mark.parametrize("delta", [None, 1e308])
+def test_a_bound_beyond_float32_is_no_bound(loss_type: str, delta: float | None) -> None:
+    """torch refuses such a number beside float32 tensors."""
+    ratio, A = torch.tensor([0.5, 3.0, torch.inf]), torch.ones(3)
+    logps = torch.full((3,), -LN2)
+    options = {"loss_type": loss_type, "delta": delta if loss_type == "dapo" else None}
+    largest = RatioKLConfig(**options, epsilon_high=sys.float_info.max)
+    unbounded = RatioKLConfig(**options, epsilon_high=math.inf)
+    assert torch.equal(term(largest, ratio, A, logps), term(unbounded, ratio, A, logps))
 
 
 def test_no_term_reduces() -> None:

@@ -192,13 +192,14 @@ def test_no_sequence_at_all(tokens: int) -> None:
 
 
 BAD = [
-    ([1, 5, 10], "must start at 0"),
+    ([1, 5, 10], "must start at 0; got another first entry$"),
     ([-1, 5, 10], "must start at 0"),
-    ([0, 6, 5, 10], "must never decrease"),
-    ([0, 5, 11], "must end at N, the number of tokens, or before"),
-    ([0, 5, 9], "must cover every active token: attention_mask must be 0 past its last entry"),
-    ([0], "must cover every active token"),
-    ([3, 2, 11], "must start at 0; must never decrease; must end at N"),
+    ([0, 6, 5, 10], "must never decrease; got 1 below the one before$"),
+    ([0, 2**63 - 1, -2, 10], "must never decrease; got 1 below"),
+    ([0, 5, 11], "must end at N, the number of tokens, or before; got a last entry beyond$"),
+    ([0, 5, 9], "must cover every active token: .* past its last entry; got 1 active token"),
+    ([0], "must cover every active token.* got 10 active token"),
+    ([3, 2, 11], "must start at 0; .*must never decrease; .*must end at N"),
 ]
 
 

@@ -299,6 +299,11 @@ REFUSED = [
     ({"temperature": torch.ones(3)}, ValueError, message("temperature", r"\[2, 3\]", r"\[3\]")),
     ({"temperature": torch.zeros(2)}, ValueError, r"temperature must be > 0.*got 6 value"),
     ({"temperature": torch.tensor(-1.0)}, ValueError, r"temperature must be > 0.*got 6 value"),
+    ({"temperature": 10**400}, ValueError, r"temperature must fit a float; got a number beyond"),
+    ({"temperature": 1e-50}, ValueError, message("temperature", "range of .*float32", "1e-50")),
+    ({"temperature": 1e39}, ValueError, message("temperature", "range of .*float32", r"1e\+39")),
+    ({"logit_scale": torch.ones(2)}, TypeError, message("logit_scale", "number", "Tensor")),
+    ({"softcap": 1e39}, ValueError, message("softcap", "range of .*float32", r"1e\+39")),
     ({"logit_scale": 0}, ValueError, message("logit_scale", "> 0", "0")),
     ({"logit_scale": None}, TypeError, message("logit_scale", "number", "None")),
     ({"softcap": -30.0}, ValueError, message("softcap", "> 0", "-30.0")),
@@ -309,7 +314,11 @@ REFUSED = [
     ({"chunk_bytes": 0}, ValueError, message("chunk_bytes", "> 0", "0")),
     ({"chunk_bytes": 1e6}, TypeError, message("chunk_bytes", "int", "float")),
     ({"backend": "cuda"}, ValueError, message("backend", "torch, triton", "'cuda'")),
-    ({"validate": "always"}, ValueError, message("validate", "'eager'", "'always'")),
+    ({"return_entropy": 1}, TypeError, message("return_entropy", "a bool", "1 of type int")),
+    ({"return_statistics": [1]}, TypeError, message("return_statistics", "a bool", "list")),
+    ({"validate": "always"}, ValueError, message("validate", "eager or None", "'always'")),
+    ({"validate": True}, TypeError, message("validate", "eager or None", "True of type bool")),
+    ({"backend": ["torch"]}, TypeError, message("backend", "torch, triton", "of type list")),
 ]  # fmt: skip
 
 
@@ -320,6 +329,15 @@ def test_errors_name_the_argument_what_came_and_what_was_expected(wrong, error, 
     inputs = {"hidden": HIDDEN, "weight": WEIGHT, "action_ids": IDS}
     with pytest.raises(error, match=match):
         linear_logprob(**(inputs | wrong))
+
+
+def test_ints_past_64_bits_are_numbers() -> None:
+    """torch takes a Python int only where it fits 64 bits."""
+    given = (HIDDEN, WEIGHT, IDS)
+    options = {"temperature": 2**70, "logit_scale": 2**70, "softcap": 2**71}
+    actual = linear_logprob(*given, **options).logps
+    wanted = linear_logprob(*given, **{name: float(x) for name, x in options.items()}).logps
+    assert torch.equal(actual, wanted)
 
 
 def test_a_dtensor_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

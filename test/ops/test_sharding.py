@@ -83,5 +83,5 @@ def test_not_at_all_where_no_row_has_a_coefficient(name):
 
 def test_no_group_is_no_cut():
     assert sharding_of(None, "whole") is None
-    with pytest.raises(ValueError, match="tp_hidden_grad must be 'whole' or 'part'; got None"):
+    with pytest.raises(TypeError, match="tp_hidden_grad must be one of whole, part; got None"):
         sharding_of(None, None)

@@ -1,6 +1,7 @@
 """Every public call with good arguments, and the hostile values that one of them may be given."""
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -79,6 +80,8 @@ KINDS = {
     "vocab_size": "whole",
     "chunk_bytes": "whole",
     "gradient_accumulation_steps": "whole",
+    "return_entropy": "flag",
+    "return_statistics": "flag",
     "backend": "word",
     "validate": "word",
     "group": "group",
@@ -145,7 +148,7 @@ CALLS = {
     ),
     "FusedLinearRatioKLLoss, packed": Call(_LOSS(), _packed, _kinds("cu_seqlens")),
     "linear_logprob": Call(
-        partial(linear_logprob, return_entropy=True),
+        linear_logprob,
         lambda: made(
             "hidden",
             "weight",
@@ -157,6 +160,8 @@ CALLS = {
             softcap=None,
             vocab_size=V,
             chunk_bytes=2**20,
+            return_entropy=True,
+            return_statistics=False,
             backend="torch",
             validate="eager",
         ),
@@ -171,6 +176,8 @@ CALLS = {
             "softcap",
             "vocab_size",
             "chunk_bytes",
+            "return_entropy",
+            "return_statistics",
             "backend",
             "validate",
         ),
@@ -273,6 +280,13 @@ def _overlapping(good: Tensor) -> Tensor:
     return space[..., 0]
 
 
+def _nested(good: Tensor) -> Tensor:
+    """With strides, of which torch warns that it is a prototype."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([good.flatten(), good.flatten()])
+
+
 def _expanded(good: Tensor) -> Tensor:
     return good.flatten()[:1].expand(good.shape)
 
@@ -318,6 +332,8 @@ HOSTILE = {
     ),
     "floats": Hostile(lambda good: good.float(), ("ids", "offsets"), "refused"),
     "sparse": Hostile(lambda good: good.to_sparse(), SHAPED, "refused"),
+    "a nested tensor": Hostile(_nested, TENSORS, "refused"),
+    "a lazy module's parameter": Hostile(lambda good: nn.LazyLinear(2).weight, TENSORS, "refused"),
     "on the meta device": Hostile(lambda good: good.to("meta"), TENSORS, "refused"),
     "a tensor subclass": Hostile(lambda good: good.as_subclass(Subclass), TENSORS, "right"),
     "an nn.Parameter": Hostile(
@@ -345,12 +361,13 @@ HOSTILE = {
     "the largest int64": Hostile(_filled(2**63 - 1), ("ids", "offsets"), "refused"),
     "the number NaN": Hostile(lambda good: math.nan, (*NUMBERS, "count"), "refused"),
     "the number inf": Hostile(
-        lambda good: math.inf, ("temperature", "coefficient", "share"), "refused"
+        lambda good: math.inf, ("temperature", "coefficient", "share", "count"), "refused"
     ),
     "the number -1": Hostile(
         lambda good: -1, ("factor", "share", "temperature", "count", "whole"), "refused"
     ),
     "the number 2**70": Hostile(lambda good: 2**70, ("whole", "share"), "refused"),
+    "the number 10**400": Hostile(lambda good: 10**400, (*NUMBERS, "count", "whole"), "refused"),
     "a fraction": Hostile(lambda good: 1.5, ("whole", "share"), "refused"),
     "a bool": Hostile(
         lambda good: True,
@@ -360,4 +377,8 @@ HOSTILE = {
     "a tensor for a number": Hostile(
         lambda good: torch.tensor(1.0), ("factor", "share", "whole"), "refused"
     ),
+    "a tensor for a number, of several": Hostile(
+        lambda good: torch.ones(2), ("factor", "share", "whole", "flag"), "refused"
+    ),
+    "a number for a bool": Hostile(lambda good: 1, ("flag",), "refused"),
 }

@@ -73,8 +73,7 @@ def test_none_is_refused_where_it_means_nothing(call: Call, name: str) -> None:
 
 def test_every_argument_of_every_public_function_is_in_the_table() -> None:
     missing = []
-    flags = {"return_entropy", "return_statistics"}
-    flags |= {"tp_group", "tp_hidden_grad"}  # test/distributed
+    groups = {"tp_group", "tp_hidden_grad"}  # test/distributed
     for function in {getattr(c.function, "func", c.function) for c in CALLS.values()}:
         title = getattr(function, "__name__", type(function).__name__)
         signature = inspect.signature(getattr(function, "forward", function))
@@ -86,7 +85,7 @@ def test_every_argument_of_every_public_function_is_in_the_table() -> None:
         }
         shared = set(CALLS["linear_logprob"].kinds) if title == "linear_ratio_kl" else set()
         missing += [
-            f"{title}: {name}" for name in set(signature.parameters) - known - shared - flags
+            f"{title}: {name}" for name in set(signature.parameters) - known - shared - groups
         ]
     assert not missing
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed import is_available as _distributed_is_available
+from torch.nn.parameter import is_lazy
 
 FLOATING_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -23,11 +24,14 @@ def check_tensor(name: str, value: object, *, sharded: bool = False) -> Tensor:
         raise TypeError(
             f"{name} must be a tensor; got {shown} of type {type(value).__name__}{hint}"
         )
-    if value.layout != torch.strided:
-        raise ValueError(f"{name} must be a dense tensor; got layout {value.layout}")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "a nested tensor of " if value.is_nested else ""
+        raise ValueError(f"{name} must be a dense tensor; got {kind}layout {value.layout}")
     if not sharded and type(value) is not Tensor and _is_dtensor(value):
         raise ValueError(f"{name} is a DTensor, expected a plain tensor: pass {name}.full_tensor()")
     if not torch.compiler.is_compiling():
+        if is_lazy(value):
+            raise ValueError(f"{name} must hold numbers; got an uninitialized parameter")
         _refuse_derivatives(name, value)
         if value.is_neg():
             # The imaginary part of a conjugate, say: torch negates as it reads, and kernels do not.

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..checks.arguments import check_floating
 from ..config import RatioKLConfig
 from ..module import FusedLinearRatioKLLoss
 from ..objective.surrogate import LossOutput
@@ -178,7 +179,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             ref_input = None
         if bias is not None and ref_weight is not None and ref_bias is None:
             # For Liger a reference with a head of its own has no bias but its own.
-            ref_bias = bias.new_zeros(ref_weight.shape[:1])
+            rows = check_floating("ref_weight", ref_weight).shape[:1]
+            ref_bias = check_floating("bias", bias).new_zeros(rows)
         out = self.loss_fn(
             _input,
             lin_weight,

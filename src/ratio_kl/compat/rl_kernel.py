@@ -8,6 +8,7 @@ https://github.com/RL-Align/RL-Kernel. Needs nothing of RL-Kernel and patches no
 
 from collections.abc import MutableMapping
 from itertools import accumulate
+from numbers import Integral
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -59,7 +60,13 @@ def linear_logp(
     Reference: docs/operators/linear-logp.md of RL-Kernel.
     """
     group = resolve_cut(tp_group, name="tp_group")
-    total = check_floating("lm_head_weight", lm_head_weight, sharded=True).shape[0]
+    weight = check_floating("lm_head_weight", lm_head_weight, sharded=True)
+    if weight.dim() != 2:
+        raise ValueError(f"lm_head_weight must have shape [V, D]; got {list(weight.shape)}")
+    _check_int("vocab_start_index", vocab_start_index)
+    if global_vocab_size is not None:
+        _check_int("global_vocab_size", global_vocab_size)
+    total = weight.shape[0]
     sharded: dict[str, Any] = {}
     if group is not None:
         total = _rows_of_all(tp_group, group, lm_head_weight, vocab_start_index, global_vocab_size)
@@ -80,6 +87,11 @@ def linear_logp(
         chunk_bytes=chunk_bytes,
         **sharded,
     ).logps
+
+
+def _check_int(name: str, value: object) -> None:
+    if not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int; got {value!r} of type {type(value).__name__}")
 
 
 _known: MutableMapping[Any, dict[tuple[int, int | None], tuple[int, int]]] = WeakKeyDictionary()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import RatioKLConfig
 from . import require
 
 require("trl", extra="trl")
@@ -92,8 +93,7 @@ def add_fused_lm_head(
     unknown = set(outputs) - set(_OUTPUTS)
     if unknown:
         raise ValueError(f"outputs must be among {_OUTPUTS}; got {sorted(unknown)}")
-    if not temperature > 0:
-        raise ValueError(f"temperature must be > 0; got {temperature!r}")
+    RatioKLConfig(temperature=temperature)  # refuses what is no temperature
     fused_head(model)
     model = bare_model(model)
     inner = model.forward

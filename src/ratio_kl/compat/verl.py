@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checks.arguments import check_floating, check_integer
+from ..checks.arguments import check_floating, check_head, check_integer
 from ..ops.contract import DEFAULT_CHUNK_BYTES
 from ..ops.linear_logprob import linear_logprob
 
@@ -73,12 +73,12 @@ def linear_cross_entropy(
         return_entropy=True,
         backend=backend,
         chunk_bytes=chunk_bytes,
-        **_cut_over(dist_process_group, weight),
+        **_cut_over(dist_process_group, hidden, weight),
     )
     return reduce(scores.logps), scores.entropies
 
 
-def _cut_over(group: object, weight: Tensor) -> dict[str, Any]:
+def _cut_over(group: object, hidden: Tensor, weight: Tensor) -> dict[str, Any]:
     """linear_logprob's keywords for a head cut in equal parts over a group."""
     if group is None:
         return {}
@@ -87,5 +87,5 @@ def _cut_over(group: object, weight: Tensor) -> dict[str, Any]:
             "dist_process_group must be None or a torch.distributed.ProcessGroup that this rank "
             f"belongs to; got {group!r} of type {type(group).__name__}"
         )
-    rows = weight.shape[0] * group.size()
+    rows = check_head(hidden, weight, None)[1].shape[0] * group.size()
     return {"tp_group": group, "tp_hidden_grad": "part", "vocab_size": rows}

@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 
 
+def in_range(bound: float, dtype: torch.dtype) -> float:
+    """The bound, or infinity of its sign beyond the dtype's range, where torch takes no number."""
+    return bound if abs(bound) <= torch.finfo(dtype).max else math.copysign(math.inf, bound)
+
+
 def clamped(values: Tensor, low: float = -math.inf, high: float = math.inf) -> Tensor:
     """`values` clamped to [low, high]."""
+    low, high = in_range(low, values.dtype), in_range(high, values.dtype)
     limited = values.detach().clamp(low, high)
     return torch.where((values < low) | (values > high), limited, values)
 

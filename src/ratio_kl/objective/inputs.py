@@ -4,6 +4,7 @@ Values at inactive tokens are selected away here, before anything can exponentia
 them: whatever stands there changes nothing.
 """
 
+import math
 from dataclasses import dataclass
 from numbers import Real
 from typing import Literal
@@ -20,6 +21,7 @@ from ..checks.arguments import (
     check_shape,
 )
 from ..checks.values import Checks
+from ..config import as_float
 from ..distributed.groups import Group
 from .sequences import Layout, Packed, Padded, packed_mask
 
@@ -39,7 +41,7 @@ class Tokens:
     mask: Tensor
     """bool."""
     packing_faults: Tensor | None
-    """Counts of broken rules of cu_seqlens (sequences.py); None for padded input."""
+    """How often cu_seqlens breaks each rule (sequences.py); None for padded input."""
     advantages: Tensor
     """0 on inactive tokens, as are the log-probabilities; in the dtype of the objective."""
     old_logps: Tensor | None
@@ -227,6 +229,7 @@ def read_items(value: object, device: torch.device) -> Tensor | float | None:
             "num_items_in_batch must be a number, a tensor with one element or None; got "
             f"{value!r} of type {type(value).__name__}"
         )
-    if not float(value) >= 0:
-        raise ValueError(f"num_items_in_batch must be >= 0; got {value!r}")
-    return float(value)
+    number = as_float("num_items_in_batch", value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"num_items_in_batch must be >= 0 and finite; got {value!r}")
+    return number

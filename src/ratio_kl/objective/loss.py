@@ -14,7 +14,7 @@ from ..checks.arguments import (
     check_shape,
     declared_vocab_size,
 )
-from ..config import RatioKLConfig, check_positive_int, check_real_option
+from ..config import RatioKLConfig, check_choice, check_positive_int, check_real_option
 from ..distributed.groups import Group, check_crossing, resolve, resolve_cut
 from ..ops.contract import Want
 from ..ops.passes import (
@@ -67,12 +67,8 @@ class Runtime:
     cp_group: object = None
 
     def __post_init__(self) -> None:
-        if self.grads not in ("backward", "forward"):
-            raise ValueError(f"grads must be 'backward' or 'forward'; got {self.grads!r}")
-        if isinstance(self.process_group, str) and self.process_group != "local":
-            raise TypeError(
-                f"process_group must be None, 'local' or a ProcessGroup; got {self.process_group!r}"
-            )
+        check_choice("grads", self.grads, ("backward", "forward"))
+        resolve(self.process_group)
         check_hidden_grad(self.tp_hidden_grad)
         cuts = {"tp_group": self.tp_group, "cp_group": self.cp_group}
         for name, group in cuts.items():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import RatioKLConfig
-from .bounds import clamped
+from .bounds import clamped, in_range
 
 
 def beyond(bounds: tuple[float, float], ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,7 @@ def clip(
         return -torch.minimum(capped * advantages, clamped(ratio, *bounds) * advantages)
     # Without delta the minimum takes the bound just where the tokens are beyond it: half the work.
     for tokens, bound in zip(beyond, bounds, strict=True):
-        ratio = torch.where(tokens, bound, ratio)
+        ratio = torch.where(tokens, in_range(bound, ratio.dtype), ratio)
     return -ratio * advantages
 
 
@@ -47,7 +47,8 @@ def cispo(ratio: Tensor, advantages: Tensor, logps: Tensor, *, epsilon_high: flo
 
     Reference: MiniMax-M1 (arXiv 2506.13585).
     """
-    return -ratio.detach().clamp(max=epsilon_high) * advantages * logps
+    weight = ratio.detach().clamp(max=in_range(epsilon_high, ratio.dtype))
+    return -weight * advantages * logps
 
 
 def sapo(

@@ -129,7 +129,7 @@ def _(sequences, cu_seqlens, tokens):
 def packed_mask(
     mask: Tensor, cu_seqlens: Tensor, ambiguous: bool, checks: str
 ) -> tuple[Tensor, Tensor]:
-    """A copy of the bool mask [N], and which rules cu_seqlens [S + 1] breaks: int64 [5], 0 or 1.
+    """A copy of the bool mask [N], and how often cu_seqlens [S + 1] breaks each rule: int64 [5].
 
     A copy, so that a compiler which drops what nobody uses keeps the check. `ambiguous`: an
     argument may have one entry a token or one a sequence, so that these must be the same.
@@ -142,14 +142,14 @@ def packed_mask(
     past_the_last = torch.arange(tokens, device=mask.device) >= cu_seqlens[-1]
     faults = (
         cu_seqlens[0] != 0,
-        (cu_seqlens.diff() < 0).any(),
+        cu_seqlens[1:] < cu_seqlens[:-1],
         cu_seqlens[-1] > tokens,
-        (mask & past_the_last).any(),
-        (cu_seqlens != torch.arange(len(cu_seqlens), device=mask.device)).any()
+        mask & past_the_last,
+        cu_seqlens != torch.arange(len(cu_seqlens), device=mask.device)
         if ambiguous
         else cu_seqlens.new_zeros((), dtype=torch.bool),
     )
-    counts = torch.stack(faults).to(torch.int64)
+    counts = torch.stack([fault.sum() for fault in faults])
     check_counts(counts, packing_error, checks)
     return mask.clone(), counts
 
@@ -160,19 +160,22 @@ def _(mask, cu_seqlens, ambiguous, checks):
 
 
 _PACKING_RULES = (
-    "must start at 0",
-    "must never decrease",
-    "must end at N, the number of tokens, or before",
-    "must cover every active token: attention_mask must be 0 past its last entry",
+    "must start at 0; got another first entry",
+    "must never decrease; got {} below the one before",
+    "must end at N, the number of tokens, or before; got a last entry beyond",
+    "must cover every active token: attention_mask must be 0 past its last entry; got {} active "
+    "token(s) there",
     "has as many sequences as there are tokens, so that a 1-D argument could have one entry a "
     "token or one a sequence: pass it as [S, 1] or [1, N]",
 )
 RULES = len(_PACKING_RULES)
 
 
-def packing_error(*faults: int) -> ValueError:
-    """The error for the rules that are broken."""
-    broken = [rule for rule, fault in zip(_PACKING_RULES, faults, strict=True) if fault]
+def packing_error(*counts: int) -> ValueError:
+    """The error for the rules that are broken, so often each."""
+    broken = [
+        rule.format(count) for rule, count in zip(_PACKING_RULES, counts, strict=True) if count
+    ]
     return ValueError(f"cu_seqlens {'; '.join(broken)}")
 
 

@@ -172,8 +172,9 @@ def _masked_term(
         behaviour = tokens.old_logps if tokens.sampling_logps is None else tokens.sampling_logps
         if behaviour is not None:
             drift = _off_policy_drift(behaviour, terms.logps, active, tokens)
-            keep = (tokens.advantages >= 0) | (drift <= config.off_policy_mask_threshold)
-            term = torch.where(keep, term, 0)
+            # So that a NaN, which compares as false, is kept and shows.
+            drop = (tokens.advantages < 0) & (drift > config.off_policy_mask_threshold)
+            term = torch.where(drop, 0, term)
     if config.top_entropy_quantile != 1:
         term = torch.where(kept.keep, term, 0)
     if tokens.sampling_ratio is not None and not policy.folds_in_sampling_ratio:

@@ -6,13 +6,14 @@ from types import ModuleType
 
 import torch
 
+from ..config import check_choice
+
 BACKENDS = ("torch", "triton")
 
 
 def check_backend(backend: object) -> None:
-    """ValueError unless `backend` is None or the name of one."""
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None; got {backend!r}")
+    """TypeError or ValueError unless `backend` is None or the name of one."""
+    check_choice("backend", backend, BACKENDS, or_none=True)
 
 
 def backend_for(

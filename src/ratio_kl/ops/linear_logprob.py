@@ -13,6 +13,7 @@ from ..checks.arguments import (
     check_shape,
     declared_vocab_size,
 )
+from ..config import check_bool
 from ..field_docs import with_field_docs
 from .contract import DEFAULT_CHUNK_BYTES, Want
 from .passes import Execution, HeadRows, LogitModifiers, pass_one
@@ -103,6 +104,8 @@ def linear_logprob(
             ranks of tp_group do not make up vocab_size.
         TypeError: an argument has the wrong Python type.
     """
+    check_bool("return_entropy", return_entropy)
+    check_bool("return_statistics", return_statistics)
     sharding = sharding_of(tp_group, tp_hidden_grad)
     vocab_size = declared_vocab_size(vocab_size, weight)
     hidden, weight, bias = check_head(hidden, weight, bias, tp_group=tp_group)

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import check_positive_int, check_real_option
+from ..config import check_choice, check_positive_int, check_real_option
 from ..distributed.shared_sum import ANCHOR
 from .backends import check_backend
 from .contract import DEFAULT_CHUNK_BYTES, Gradients, Needs, Want
@@ -30,8 +30,7 @@ class Execution:
 
     def __post_init__(self) -> None:
         check_backend(self.backend)
-        if self.validate not in (None, "eager"):
-            raise ValueError(f"validate must be 'eager' or None; got {self.validate!r}")
+        check_choice("validate", self.validate, ("eager",), or_none=True)
         check_positive_int("chunk_bytes", self.chunk_bytes)
 
 
@@ -216,9 +215,14 @@ def _scalar(
 
     Multiplied and not filled in: a fill would make the compiler specialise on the value.
     """
-    if value == neutral and type(value) in (type(None), float, int):
+    if type(value) in (type(None), float, int) and value == neutral:
         return None
-    number = check_real_option(name, value)
+    number, limits = check_real_option(name, value), torch.finfo(dtype)
+    if not limits.tiny <= number <= limits.max:
+        raise ValueError(
+            f"{name} must lie in the range of the logits' {dtype}, {limits.tiny:.3g} to "
+            f"{limits.max:.3g}; got {value!r}"
+        )
     return None if number == neutral else torch.ones((), dtype=dtype, device=device) * number
 
 

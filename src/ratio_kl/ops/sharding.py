@@ -5,6 +5,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from ..config import check_choice
 from ..distributed.groups import Group, resolve_cut, start_sum, wait_for
 
 
@@ -18,9 +19,8 @@ class Sharding:
 
 
 def check_hidden_grad(tp_hidden_grad: object) -> None:
-    """ValueError unless it is "whole" or "part"."""
-    if tp_hidden_grad not in ("whole", "part"):
-        raise ValueError(f"tp_hidden_grad must be 'whole' or 'part'; got {tp_hidden_grad!r}")
+    """TypeError or ValueError unless it is "whole" or "part"."""
+    check_choice("tp_hidden_grad", tp_hidden_grad, ("whole", "part"))
 
 
 def sharding_of(tp_group: object, tp_hidden_grad: Literal["whole", "part"]) -> Sharding | None:
