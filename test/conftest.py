@@ -71,6 +71,10 @@ def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
             tensor.detach().fill_(torch.iinfo(tensor.dtype).max)
         return tensor
 
+    # torch.compile traces through a call of it, and leaves it alone where the call itself was not
+    # compiled: by then torch.empty may be unknown to it.
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.decorators.skip(poisoned)
     return poisoned
 
 

@@ -200,13 +200,12 @@ def check_choice(
 ) -> None:
     """TypeError unless `value` is a str, or None where that is allowed; ValueError unless it is one
     of `allowed`. `hints` end the message for some others."""
-    if value is None and or_none:
+    if (isinstance(value, str) and value in allowed) or (value is None and or_none):
         return
     expected = f"one of {', '.join(allowed)}{' or None' if or_none else ''}"
     if not isinstance(value, str):
         raise _wrong_type(name, value, expected)
-    if value not in allowed:
-        raise ValueError(f"{name} must be {expected}; got {value!r}{(hints or {}).get(value, '')}")
+    raise ValueError(f"{name} must be {expected}; got {value!r}{(hints or {}).get(value, '')}")
 
 
 def check_real_option(option: str, value: Any, *, name: str | None = None) -> float:

@@ -287,10 +287,6 @@ def _nested(good: Tensor) -> Tensor:
         return torch.nested.nested_tensor([good.flatten(), good.flatten()])
 
 
-def _expanded(good: Tensor) -> Tensor:
-    return good.flatten()[:1].expand(good.shape)
-
-
 TENSORS = (
     "rows",
     "leaf",
