@@ -37,7 +37,7 @@ def forward(
             return forward(head, action_ids, mask, want=want, bad_ids=bad_ids)
     N = hidden.shape[0]
     logps = hidden.new_empty(N, dtype=torch.float32)
-    top, log_sum = torch.empty_like(logps), torch.empty_like(logps)
+    peak, log_sum = torch.empty_like(logps), torch.empty_like(logps)
     entropies = torch.empty_like(logps) if want.entropy else logps.new_empty(0)
     statistics = hidden.new_empty((3, N if want.statistics else 0), dtype=torch.float32)
     if bad_ids is None:
@@ -45,7 +45,7 @@ def forward(
     if want.statistics:
         # Inactive rows keep it: nothing else writes there.
         statistics.zero_()
-    scores = Scores(logps, entropies, top, log_sum, bad_ids, statistics)
+    scores = Scores(logps, entropies, peak, log_sum, bad_ids, statistics)
     if N == 0:
         return scores._replace(bad_ids=bad_ids.zero_())
     _score_all(_with_dense_bias(head), action_ids, mask, scores, want)

@@ -22,7 +22,7 @@ def forward(
     mask is bool. No host read.
     """
     device, shape = policy_logits.device, action_ids.shape
-    ratio, kl, top, log_sum, delta = (
+    ratio, kl, peak, log_sum, delta = (
         torch.empty(shape, dtype=torch.float32, device=device) for _ in range(5)
     )
     bad = torch.empty(shape, dtype=torch.int8, device=device)
@@ -34,11 +34,11 @@ def forward(
         return Arguments(shape.numel(), integers, {"LANES": LANES, "WIDTH": WIDTH}, warps=8)
 
     if action_ids.numel() > 0:
-        sources = (policy_logits, ref_logits, *rows, ratio, kl, top, log_sum, delta, bad)
+        sources = (policy_logits, ref_logits, *rows, ratio, kl, peak, log_sum, delta, bad)
         key = _layouts(policy_logits, ref_logits, action_ids, old_logps)
         with torch.cuda.device_of(policy_logits):
             call(ratio_kl_kernel, key, sources, arguments)
-    return LogitsScores(ratio, kl, top, log_sum, delta, bad.sum())
+    return LogitsScores(ratio, kl, peak, log_sum, delta, bad.sum())
 
 
 def backward(
