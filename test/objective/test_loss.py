@@ -278,14 +278,14 @@ def test_vespo_clamps_each_of_its_logarithms() -> None:
 
 
 def test_unknown_behaviour_is_no_evidence_for_the_off_policy_mask() -> None:
-    # A NaN counts as a gap of 0. Gaps 0.3, nan of mean 0.15 are kept, 0.3, 0.3 are dropped.
+    # A NaN counts as a gap of 0: 0.3, nan of mean 0.15 are kept, 0.6, nan of mean 0.3 dropped.
     config = config_of("luspo", "token", off_policy_mask_threshold=0.2)
     given = problem(9, config, B=2, T=2, active=2, poison=False, sampling_logps=True)
     ones = torch.ones(2, 2, dtype=torch.float64)
     given = given.with_inputs(attention_mask=ones, advantages=-ones[:, 0])
     current = run_reference(config, given).outputs["logps"]
     given = given.given(old_logps=current, sampling_logps=None)
-    mu = current + torch.tensor([[0.3, torch.nan], [0.3, 0.3]]).double()
+    mu = current + torch.tensor([[0.3, torch.nan], [0.6, torch.nan]]).double()
     # Ratio 1: each kept token's term is 1, and two tokens of two sequences are kept.
     assert run(module(config), given.given(sampling_logps=mu)).loss.item() == 1.0
 

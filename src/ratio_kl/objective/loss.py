@@ -196,7 +196,11 @@ def _reference_rows(
     )
     outer = tuple(call.hidden.shape[:-1])
     check_shape("ref_hidden", hidden[..., 0], (outer, "hidden.shape[:-1]"))
-    return rows._replace(hidden=hidden.reshape(-1, hidden.shape[-1]), weight=weight, bias=bias)
+    # Field by field: torch 2.8 traces neither _replace nor a slice of a named tuple.
+    return HeadRows(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows.action_ids, rows.mask,
+        rows.modifiers, rows.execution, rows.checks, rows.sharding,
+    )  # fmt: skip
 
 
 def _modifiers(
