@@ -245,10 +245,15 @@ def check_bool(name: str, value: object) -> None:
         raise _wrong_type(name, value, "a bool")
 
 
+def check_int(name: str, value: Any, expected: str = "an int") -> None:
+    """TypeError unless `value` is an int."""
+    if not _is_a((int, Integral), value):
+        raise _wrong_type(name, value, expected)
+
+
 def check_positive_int(name: str, value: Any) -> None:
     """TypeError unless `value` is an int, ValueError unless it is at least 1."""
-    if not _is_a((int, Integral), value):
-        raise _wrong_type(name, value, "an int > 0")
+    check_int(name, value, "an int > 0")
     if value < 1:
         raise ValueError(f"{name} must be an int > 0; got {value!r}")
     if value >= 2**63:

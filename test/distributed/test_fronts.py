@@ -50,6 +50,9 @@ def check_verl(rank, size):
     assert_close(d_shard, own_rows, FLOAT64_TOLERANCE, "weight.grad")
     total = linear_cross_entropy(hidden, shard, ids, 0.7, "sum", dist.group.WORLD)[0]
     assert_close(total, whole[0].sum(), FLOAT64_TOLERANCE, "sum")
+    for bad in (torch.tensor(1.0), shard[:, :3]):
+        with pytest.raises(ValueError, match="weight must have shape"):
+            linear_cross_entropy(hidden, bad, ids, 0.7, "none", dist.group.WORLD)
 
 
 def check_rl_kernel(rank, size, rows):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..checks.arguments import check_device, check_floating, check_integer
 from ..checks.values import check_counts
-from ..config import check_real_option
+from ..config import check_int, check_real_option
 from ..ops.contract import DEFAULT_CHUNK_BYTES
 from ..ops.linear_logprob import linear_logprob
 from ..ops.passes import logits_dtype_of
@@ -52,8 +52,9 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         Reference: Liger-Kernel 0.8.5, liger_kernel/ops/fused_linear_scaled_cross_entropy.py.
         """
         temperature = check_real_option("temperature", temperature)
-        if not isinstance(ignore_index, int) or abs(ignore_index) >= 2**63:
-            raise TypeError(f"ignore_index must be an int of 64 bits; got {ignore_index!r}")
+        check_int("ignore_index", ignore_index)
+        if not -(2**63) <= ignore_index < 2**63:
+            raise ValueError(f"ignore_index must fit 64 bits; got {ignore_index!r}")
         if check_floating("_input", _input).dim() != 2:
             raise ValueError(f"_input must have shape [M, H]; got {list(_input.shape)}")
         active = check_integer("target", target) != ignore_index

@@ -8,7 +8,6 @@ https://github.com/RL-Align/RL-Kernel. Needs nothing of RL-Kernel and patches no
 
 from collections.abc import MutableMapping
 from itertools import accumulate
-from numbers import Integral
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..checks.arguments import check_floating
+from ..config import check_int
 from ..distributed.groups import Group, gather_over, resolve_cut
 from ..objective.ratio_kl import ratio_kl
 from ..ops.contract import DEFAULT_CHUNK_BYTES
@@ -63,9 +63,9 @@ def linear_logp(
     weight = check_floating("lm_head_weight", lm_head_weight, sharded=True)
     if weight.dim() != 2:
         raise ValueError(f"lm_head_weight must have shape [V, D]; got {list(weight.shape)}")
-    _check_int("vocab_start_index", vocab_start_index)
+    check_int("vocab_start_index", vocab_start_index)
     if global_vocab_size is not None:
-        _check_int("global_vocab_size", global_vocab_size)
+        check_int("global_vocab_size", global_vocab_size)
     total = weight.shape[0]
     sharded: dict[str, Any] = {}
     if group is not None:
@@ -87,11 +87,6 @@ def linear_logp(
         chunk_bytes=chunk_bytes,
         **sharded,
     ).logps
-
-
-def _check_int(name: str, value: object) -> None:
-    if not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int; got {value!r} of type {type(value).__name__}")
 
 
 _known: MutableMapping[Any, dict[tuple[int, int | None], tuple[int, int]]] = WeakKeyDictionary()

@@ -213,9 +213,10 @@ class RatioKLGRPOTrainer(GRPOTrainer):
         if self.loss_type == "cispo":
             means["cispo_clip_ratio"] = high
         elif out.phi is not None:
-            # One value a sequence, that of its first active token, if the advantages have one.
-            first = mask.int().argmax(1, keepdim=True)
-            phi = out.phi if advantages.dim() == 2 else out.phi.gather(1, first)
+            phi = out.phi
+            if advantages.dim() == 1:
+                # One value a sequence: that of its first active token.
+                phi = phi.gather(1, mask.int().argmax(1, keepdim=True))
             means["vespo/phi_seq_mean"] = phi
         elif self.loss_type != "sapo":
             means["clip_ratio/low_mean"] = low

@@ -26,10 +26,6 @@ def far_apart(path: Path, matrix: Tensor, axis: int) -> Tensor:
     return space.as_strided(matrix.shape, strides, 2**31).copy_(matrix)
 
 
-def gradients(total: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(total, leaves)
-
-
 @pytest.mark.parametrize("axis", [0, 1], ids=["rows", "columns"])
 @pytest.mark.parametrize("weights", [[1, 1, 1], [0, 1, 1]], ids=["every row", "rows left out"])
 @pytest.mark.parametrize("masked", [False, True])
@@ -42,7 +38,7 @@ def test_a43_a_head(tmp_path, which: int, masked: bool, weights, axis: int) -> N
         leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
         out = linear_logprob(*leaves, ids, mask, return_entropy=True, backend="triton")
         total = ((out.logps + out.entropies) * torch.tensor(weights)).sum()
-        return [*out[:2], *gradients(total, *leaves)]
+        return [*out[:2], *torch.autograd.grad(total, leaves)]
 
     near = [torch.randn(N, H).bfloat16(), torch.randn(V, H).bfloat16()]
     far = list(near)
@@ -61,7 +57,7 @@ def test_a43_logits(tmp_path, which: int, axis: int) -> None:
     def compared(policy: Tensor, reference: Tensor) -> list[Tensor]:
         policy = policy.detach().requires_grad_()
         out = ratio_kl(policy, reference, ids, mask, old_logps, backend="triton")
-        return [*out, *gradients(out[0].sum() + out[1].sum(), policy)]
+        return [*out, *torch.autograd.grad(out[0].sum() + out[1].sum(), policy)]
 
     near = [torch.randn(N, V).bfloat16() for _ in range(2)]
     far = list(near)
