@@ -35,6 +35,28 @@ else:
     raise AssertionError("an object was accepted")
 """
 
+ENDED = """
+import ratio_kl
+import weakref
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = weakref.ref(dist.group.WORLD)
+import torch._dynamo  # as the first compiled call does, and the first call of a custom operator
+dist.destroy_process_group()
+assert group() is None, "held, its threads with it"
+"""
+
+
+def test_a_group_that_was_destroyed_is_gone():
+    """Else gloo's threads are there when the process ends, and may abort it."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", ENDED], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
 
 def test_without_an_initialised_default_group_nothing_is_communicated():
     assert not dist.is_initialized()

@@ -12,6 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+if dist.is_available():
+    # torch's compiler imports it. Its default arguments are the default group of that moment, which
+    # they hold for good: once a group is there, its threads outlive destroy_process_group, and
+    # gloo's now and then abort a process that ends (pytorch/pytorch#179291).
+    import torch.distributed.nn
+
 
 class Group(NamedTuple):
     """A group of more than one rank. None, in its place, means that nothing is communicated."""
